@@ -1,4 +1,4 @@
-"""What a terminal can show: its characters, its width, tables and a progress bar that fit. Imports no torch."""
+"""Print to any terminal: its characters, its width, tables and a progress bar that fit. Imports no torch."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from importlib.util import find_spec
 from typing import IO, Any
 
 LONGEST_NAME = 64
-"""Columns of a run's name."""
+"""Maximum number of characters of a run's name on the screen."""
 
 
 def tolerate_any_locale() -> None:
-    """Let everything be printed in any locale: what it cannot show is escaped as in Python."""
+    """Make printing safe in any locale: characters that it lacks are escaped as in Python."""
     for stream in (sys.stdout, sys.stderr):
         reconfigure = getattr(stream, "reconfigure", None)
         if reconfigure is not None:
@@ -26,18 +26,20 @@ def tolerate_any_locale() -> None:
 
 
 def open_what_is_closed() -> None:
-    """Open /dev/null as standard input, output or error where the caller closed it. Else the next file that is opened
-    would get its number, and what is printed."""
+    """Open /dev/null in place of a closed standard input, output or error.
+
+    Otherwise the next file that is opened would get its number, and receive what is printed.
+    """
     for fd, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
         if getattr(sys, name) is None:
-            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # the lowest that is free: this one
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # the lowest free number: fd
             setattr(sys, name, open(fd, mode, closefd=False))  # noqa: SIM115
 
 
 def drop_what_cannot_be_written() -> None:
-    """Forget what standard output or error still hold and cannot write, as on a full disk or a closed pipe.
+    """Discard buffered output that cannot be written, for example on a full disk or a closed pipe.
 
-    Python would try once more when it exits, complain of its own and change the exit code.
+    Otherwise Python would try again at exit, print an error and change the exit code.
     """
     for fd, stream in ((1, sys.stdout), (2, sys.stderr)):
         try:
@@ -48,9 +50,9 @@ def drop_what_cannot_be_written() -> None:
 
 @contextlib.contextmanager
 def results_alone() -> Iterator[None]:
-    """Send what a user's own code prints to standard error, for standard output is for results.
+    """Context manager that sends the output of a user's code to standard error. Standard output is for results.
 
-    File descriptor 1 is replaced, so output of programs that it starts goes there too.
+    File descriptor 1 is replaced, so the output of programs that the code starts goes there, too.
     """
     saved = os.dup(1)
     os.dup2(2, 1)
@@ -63,7 +65,7 @@ def results_alone() -> Iterator[None]:
 
 
 def width(stream: IO[str]) -> int | None:
-    """Columns of a terminal; None where there is none to fit into."""
+    """Return the columns of a terminal; None if the stream is no terminal."""
     try:
         is_terminal = stream.isatty()
     except ValueError:  # closed
@@ -72,7 +74,7 @@ def width(stream: IO[str]) -> int | None:
 
 
 def printable(text: str) -> str:
-    """A text of others in one line, without what would steer the terminal."""
+    """Return a foreign text in one line, without control characters."""
     if text.isprintable():
         return text
     return "".join(letter if letter.isprintable() else " " if letter.isspace() else "?" for letter in text)
@@ -81,24 +83,24 @@ def printable(text: str) -> str:
 def say(text: str, stream: IO[str] | None = None) -> None:
     """Print one line for people, on standard error unless another stream is given.
 
-    Every line that may quote a run folder, which may be a stranger's, is printed with this.
+    Use this for every line that may quote a run folder, whose content may be hostile.
     """
     print(printable(text), file=stream or sys.stderr, flush=True)
 
 
 def remark(text: str) -> None:
-    """Print one line that this program says of itself, on standard error."""
+    """Print one message of this program on standard error, after `train: `."""
     say(f"train: {text}")
 
 
 def name(text: str) -> str:
-    """A run's name for a line of text: a folder's may be longer than any that a launch takes."""
+    """Return the name of a run, shortened to LONGEST_NAME. A folder may have a longer name than a launch allows."""
     text = printable(text)
     return text if len(text) <= LONGEST_NAME else f"{text[: LONGEST_NAME - 1]}…"
 
 
 def wrapped(line: str, columns: int | None, indent: int) -> str:
-    """A line folded to so many columns; what is without a blank, as paths are, stays whole to be copied."""
+    """Fold a line to so many columns. Words such as paths stay whole, so that they can be copied."""
     if columns is None or len(line) <= columns:
         return line
     indent = indent if columns > 2 * indent else 4
@@ -111,11 +113,12 @@ def wrapped(line: str, columns: int | None, indent: int) -> str:
 
 
 def table(rows: list[list[str]], columns: int | None, spare: Collection[int]) -> str:
-    """Rows as aligned text, the heading and the names of runs first. On a terminal names, and what comes last, are cut.
+    """Return rows as aligned text. On a terminal, names and the last column are cut to fit.
 
     Args:
-        columns: of the terminal; None: there is none, and nothing is cut.
-        spare: columns of the table that a terminal of less than 80 does without.
+        rows: the heading first; the first cell of each row is a name.
+        columns: width of the terminal; None: no terminal, nothing is cut.
+        spare: columns of the table to leave out on a terminal of less than 80 columns.
     """
     from rich.console import Console
     from rich.table import Table
@@ -135,12 +138,12 @@ def table(rows: list[list[str]], columns: int | None, spare: Collection[int]) ->
 
 
 def has_bar(stream: IO[str]) -> bool:
-    """Whether a bar can be drawn there: on a terminal, where tqdm is installed. A checkout alone trains without."""
+    """Whether a progress bar can be drawn: on a terminal, if tqdm is installed."""
     return stream.isatty() and find_spec("tqdm") is not None
 
 
 class Bar:
-    """A progress bar of a run's steps that shows what fits into its terminal, and always the loss."""
+    """A progress bar of a run's steps. It shows what fits into the terminal, and always the loss."""
 
     def __init__(self, name: str, total: int, done: int, stream: IO[str]) -> None:
         from tqdm import tqdm
@@ -151,7 +154,7 @@ class Bar:
         )
 
     def show(self, step: int, total: int, epoch: int | None, loss: str, speed: float) -> None:
-        """Show how far it is; step and epoch counted from 1, speed in samples per second."""
+        """Show the progress; step and epoch counted from 1, speed in samples per second."""
         bar, columns = self._bar, width(self._stream) or 80
         figures = f"loss {loss}" if loss else ""
         if columns < 50:
@@ -164,11 +167,11 @@ class Bar:
         bar.set_postfix_str(figures, refresh=False)
         bar.total = total
         if bar.n == bar.initial and step > bar.n:
-            bar.unpause()  # starting the ranks is no part of the speed
+            bar.unpause()  # the start of the ranks does not count for the speed
         bar.update(step - bar.n)
 
     def write(self, text: str) -> None:
-        """A line above the bar."""
+        """Print a line above the bar."""
         self._bar.write(printable(text), file=self._bar.fp)
 
     def close(self) -> None:

@@ -156,7 +156,7 @@ def test_a_launched_run_leaves_out_what_cannot_be_read_and_says_so(station: Stat
         assert station.record(f"r{ranks}")["skipped"] == {"training": 2, "evaluation": 1}
         assert station.samples(f"r{ranks}") == station.samples("r1")
         shown = station.ok("show", f"r{ranks}").stdout
-        assert "left out     2 samples of the training set, 1 sample of the evaluation set" in shown
+        assert "skipped      2 samples of the training set, 1 sample of the evaluation set" in shown
         assert len((station.runs / f"r{ranks}/skipped.jsonl").read_text().splitlines()) == 3
         log = (station.runs / f"r{ranks}/logs/attempt-1").glob("*.log")
         assert "warning: left out: sample" in "".join(path.read_text() for path in log)

@@ -1,4 +1,4 @@
-"""Fields of the configuration and their text: in flags, in TOML, in help."""
+"""The config fields: their names, types and help, and their text in flags and TOML."""
 
 from __future__ import annotations
 
@@ -26,32 +26,32 @@ from train.config.schema import ON_RESUME, Config
 from train.errors import Refused, nearest, one_line
 
 NONE = "none"
-"""The key of a TOML file that lists the fields that are none."""
+"""Key of a TOML file that lists the fields whose value is none."""
 _TABLE = "optim.args"
-"""The field that is a table of any names, each of which is a field `optim.args.NAME`."""
+"""A field that is a table. Each of its names is a field `optim.args.NAME`."""
 
 
 @dataclasses.dataclass(frozen=True)
 class FieldInfo:
-    """One field as a flag: its dotted name, type and default."""
+    """A config field: its dotted name, type and default."""
 
     name: str
     annotation: Any
     default: Any
     owner: str
-    """The name of its class."""
+    """Name of the class that declares the field."""
     may_change: bool
     """Whether a resume may change it."""
 
     @property
     def help(self) -> str:
-        """The text below it."""
+        """The docstring of the field."""
         return _texts().get((self.owner, self.name.rpartition(".")[2]), "")
 
 
 @functools.cache
 def _texts() -> dict[tuple[str, str], str]:
-    """The text below each field of each class, read only for help: pydantic would read it in every process of a run."""
+    """Map (class, field) to the docstring. Read only for help; pydantic would read it in every process of a run."""
     found = {}
     classes = [one for one in ast.parse(inspect.getsource(schema)).body if isinstance(one, ast.ClassDef)]
     for owner in classes:
@@ -64,7 +64,7 @@ def _texts() -> dict[tuple[str, str], str]:
 
 @functools.cache
 def fields() -> dict[str, FieldInfo]:
-    """Every field of Config by its dotted name, in the order of the dataclasses; the task's own are not among them."""
+    """Map the dotted name of every field of Config to its description, without the settings of the task."""
     return {info.name: info for info in _walk(Config, "")}
 
 
@@ -82,12 +82,12 @@ def _walk(owner: Any, prefix: str) -> typing.Iterator[FieldInfo]:
 
 
 def is_argument(name: str) -> bool:
-    """Whether a dotted name is one of the optimizer's arguments, which only torch knows."""
+    """Whether a dotted name is an argument of the optimizer, which only torch knows."""
     return name.rpartition(".")[0] == _TABLE
 
 
 def spread(flat: dict[str, Any]) -> dict[str, Any]:
-    """{"optim.args": {"eps": 1}} as {"optim.args.eps": 1}."""
+    """Turn {"optim.args": {"eps": 1}} into {"optim.args.eps": 1}."""
     table = flat.get(_TABLE)
     if not isinstance(table, dict):
         return flat
@@ -96,7 +96,7 @@ def spread(flat: dict[str, Any]) -> dict[str, Any]:
 
 
 def _members(annotation: Any) -> list[Any]:
-    """The types that a type is made of, without marks: [int, NoneType] for Count | None."""
+    """Return the types in a union, without annotations: [int, NoneType] for Count | None."""
     origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
     if origin is Annotated:
         return _members(arguments[0])
@@ -106,12 +106,12 @@ def _members(annotation: Any) -> list[Any]:
 
 
 def is_optional(annotation: Any) -> bool:
-    """Whether None is among the values of this type."""
+    """Whether a type allows None."""
     return type(None) in _members(annotation)
 
 
 def type_name(annotation: Any) -> str:
-    """The type as help shows it: `N`, `X`, `true|false`, `sgd|adam`."""
+    """Return the type as help shows it: `N`, `X`, `true|false`, `sgd|adam`."""
     names: list[str] = []
     for member in _members(annotation):
         if typing.get_origin(member) is Literal:
@@ -125,7 +125,7 @@ def type_name(annotation: Any) -> str:
 
 @contextlib.contextmanager
 def of_settings(what: str) -> Iterator[None]:
-    """Turn whatever the code of a task's Settings raises into a Refused that begins with `what`."""
+    """Context manager that turns any error in the code of a task's Settings into a Refused that begins with `what`."""
     try:
         yield
     except Refused:
@@ -135,15 +135,15 @@ def of_settings(what: str) -> Iterator[None]:
 
 
 def parse_value(name: str, annotation: Any, text: str) -> Any:
-    """The value that a flag's text stands for.
+    """Parse the text of a flag.
 
     Raises:
-        Refused: the text is not of the field's type or out of its range.
+        Refused: the text does not fit the type of the field, or is out of range.
     """
     try:
         text.encode()
-    except UnicodeEncodeError:  # Python takes other bytes for halves of letters, which no TOML holds
-        raise Refused(f"--{name} {text}: is no UTF-8 text") from None
+    except UnicodeEncodeError:  # Python reads invalid bytes as surrogates, which TOML cannot hold
+        raise Refused(f"--{name} {text}: must be UTF-8 text") from None
     members = _members(annotation)
     if type(None) in members and text.lower() == "none":
         return None
@@ -155,7 +155,7 @@ def parse_value(name: str, annotation: Any, text: str) -> Any:
     if any((typing.get_origin(member) or member) in (list, tuple, dict) for member in members):
         try:
             value = tomllib.loads(f"v = {text}")["v"]
-        except (ValueError, RecursionError):  # Python's own, of a number with thousands of digits
+        except (ValueError, RecursionError):  # ValueError also for a number with thousands of digits
             raise Refused(f"--{name} {text}: must be written as in TOML, for example [1, 2]") from None
     try:
         adapter = TypeAdapter(annotation, config=ConfigDict(allow_inf_nan=False))
@@ -165,65 +165,65 @@ def parse_value(name: str, annotation: Any, text: str) -> Any:
 
 
 def reason_of(error: pydantic.ValidationError, annotation: Any = None) -> str:
-    """The first thing that is wrong, as text."""
+    """Return the first error as text."""
     first = error.errors()[0]
     message = first["msg"][0].lower() + first["msg"][1:]
     literals = [member for member in _members(annotation) if typing.get_origin(member) is Literal]
     words = [str(word) for one in literals for word in typing.get_args(one)]
     if first["type"] == "literal_error":
         message += nearest(str(first["input"]), words)
-    else:  # the words that a union takes beside numbers
+    else:  # words that a union allows besides numbers
         message += "".join(f", or {word}" for word in words)
     return one_line(message.replace("input should", "should"))
 
 
 def read_toml(path: Path) -> dict[str, Any]:
-    """The content of a configuration file.
+    """Read a configuration file.
 
     Raises:
-        Refused: it cannot be read or is not TOML.
+        Refused: the file cannot be read, or is not TOML.
     """
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8-sig"))  # some editors put a mark before the text
+        return tomllib.loads(path.read_text(encoding="utf-8-sig"))  # some editors write a byte order mark
     except OSError as error:
         raise Refused(f"cannot read the configuration file {path}: {error.strerror}") from None
-    except (ValueError, RecursionError) as error:  # UTF-8 that is none, too, and numbers with thousands of digits
+    except (ValueError, RecursionError) as error:  # also for invalid UTF-8 and numbers with thousands of digits
         raise Refused(f"{path} is not valid TOML: {one_line(error)}") from None
 
 
 def flatten(tree: dict[str, Any], source: str = "") -> dict[str, Any]:
-    """{"optim": {"lr": 1}} as {"optim.lr": 1}; groups only as deep as Config goes.
+    """Turn {"optim": {"lr": 1}} into {"optim.lr": 1}. Flattens only the groups of Config.
 
     Raises:
-        Refused: a group was given a plain value.
+        Refused: a group has a plain value.
     """
     flat: dict[str, Any] = {}
     groups = {name.split(".")[0] for name in fields() if "." in name} | {"task"}
     for key, value in tree.items():
         if key == NONE:
             if not (isinstance(value, list) and all(isinstance(name, str) for name in value)):
-                raise Refused(f'{source}{NONE} lists the fields that are none, by their names: ["task.size"]')
+                raise Refused(f'{source}{NONE} must be a list of field names, such as {NONE} = ["task.size"]')
             flat.update(dict.fromkeys(value))
         elif key not in groups:
             flat[key] = value
         elif isinstance(value, dict):
             flat |= spread({f"{key}.{inner}": leaf for inner, leaf in value.items()})
         else:
-            raise Refused(f"{source}{key} is a group of fields, not a value; write a table [{key}]")
+            raise Refused(f"{source}{key} is a group of fields, not a value; write its fields below [{key}]")
     return flat
 
 
 def to_flat(config: Config) -> dict[str, Any]:
-    """Every field by its dotted name, the task's settings as task.NAME; values as JSON has them."""
+    """Map every dotted field name to its value as in JSON. Settings of the task are task.NAME."""
     tree = dataclasses.asdict(config)
     tree["task"] = tree["task"] or {}
     return dict(json.loads(json.dumps(flatten(pydantic_core.to_jsonable_python(tree)))))
 
 
 def to_toml(config: Config) -> str:
-    """The configuration as TOML. TOML knows no null: fields that are None are left out.
+    """Return the configuration as TOML. TOML has no null, so fields that are None are left out.
 
-    Of a task's settings those are listed by name whose default is another: else it would be taken for their value.
+    Settings of the task that are None but have another default are listed under the key `none`.
     """
     import tomli_w
 

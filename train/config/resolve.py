@@ -1,4 +1,4 @@
-"""From layers of values to a checked configuration: defaults, task, file, flags; later wins."""
+"""Combine layers of values into a checked configuration: defaults, task, file, flags. Later layers win."""
 
 from __future__ import annotations
 
@@ -32,29 +32,29 @@ from train.config.schema import Argument, Config
 from train.errors import Refused, nearest, one_line, shortened
 
 _REPLACE = (("steps", "epochs"), ("eval.every_steps", "eval.every_epochs"))
-"""Fields of which one is given."""
+"""Pairs of fields of which only one may be given."""
 
 
 def resolve(
     flags: Mapping[str, str], config_file: str | None, settings: type | None, defaults: Mapping[str, Any],
     task_file: Path,
 ) -> Config:  # fmt: skip
-    """The configuration that four layers make: defaults of fields, DEFAULTS of the task, --config FILE, flags.
+    """Combine four layers: defaults of the fields, DEFAULTS of the task, --config FILE, flags.
 
     Args:
-        settings: the task's Settings.
-        defaults: its DEFAULTS, by dotted name.
+        settings: the Settings of the task.
+        defaults: the DEFAULTS of the task, by dotted name.
 
     Raises:
-        Refused: something in them is unknown or wrong.
+        Refused: a name is unknown, or a value is wrong.
     """
-    _settings_types(settings, task_file)  # an annotation that is no type is refused before values
+    _settings_types(settings, task_file)  # refuse annotations that are no types before values
     flat: dict[str, Any] = {"epochs": fields()["epochs"].default}
     flat = layer(dict(defaults), settings, f"DEFAULTS in {task_file}: ", flat)
     build(flat, settings, f"{task_file}: ", partial=True)
     if config_file is not None:
         source = f"{config_file}: "
-        # checked alone first, so that a message names the file and not the flags over it
+        # check the file alone first, so that a message names the file and not the flags
         flat = layer(flatten(read_toml(Path(config_file)), source), settings, source, flat)
         build(flat, settings, source, partial=True)
     config = with_flags(flags, settings, task_file, flat)
@@ -63,7 +63,7 @@ def resolve(
 
 
 def with_flags(flags: Mapping[str, str], settings: type | None, task_file: Path, flat: dict[str, Any]) -> Config:
-    """The configuration that flags make over these fields.
+    """Lay flags over these fields.
 
     Raises:
         Refused: a flag names no field, or its value is wrong.
@@ -73,7 +73,7 @@ def with_flags(flags: Mapping[str, str], settings: type | None, task_file: Path,
     for name in flags:
         if name not in known:
             hint = nearest(name, known, f"; the settings of this task: {', '.join(own)}" if own else "")
-            raise Refused(f"unknown field --{name}{hint or '; this task has no settings of its own'}")
+            raise Refused(f"unknown field --{name}{hint or '; this task has no Settings'}")
     with of_settings("Settings"):
         values = {name: parse_value(name, known[name], text) for name, text in flags.items()}
     config = build(layer(values, settings, "", flat), settings)
@@ -83,7 +83,7 @@ def with_flags(flags: Mapping[str, str], settings: type | None, task_file: Path,
 
 
 def _types(flags: Mapping[str, str]) -> dict[str, Any]:
-    """The types of all fields, and of those arguments of the optimizer that are among the flags."""
+    """Map all fields, and the optimizer arguments among the flags, to their types."""
     found = {name: info.annotation for name, info in fields().items()}
     return found | {name: Argument for name in flags if is_argument(name)}
 
@@ -97,11 +97,11 @@ def _settings_types(settings: type | None, task_file: Path) -> dict[str, Any]:
 
 
 def layer(flat: dict[str, Any], settings: type | None, source: str, below: dict[str, Any]) -> dict[str, Any]:
-    """The fields of `flat` (dotted names) laid over those of `below`; those of _REPLACE replace each other.
+    """Lay the fields of `flat` (dotted names) over those of `below`. Fields of a pair in _REPLACE replace each other.
 
     Args:
-        settings: the task's Settings, whose fields are known as task.NAME.
-        source: where the values come from, for messages.
+        settings: the Settings of the task, whose fields are task.NAME.
+        source: where the values come from, as the beginning of a message.
 
     Raises:
         Refused: a name is unknown, or both fields of a pair are in this layer.
@@ -110,7 +110,7 @@ def layer(flat: dict[str, Any], settings: type | None, source: str, below: dict[
     flat, known = spread(flat), set(fields()) | own
     for name in filter(lambda name: not is_argument(name), flat):
         if name not in known:
-            raise Refused(f"{source}unknown field {name}{nearest(name, known, '; train run --help lists all fields')}")
+            raise Refused(f"{source}unknown field {name}{nearest(name, known, '; see: train run --help')}")
     merged = dict(below)
     for pair in _REPLACE:
         given = [name for name in pair if flat.get(name) is not None]
@@ -122,10 +122,10 @@ def layer(flat: dict[str, Any], settings: type | None, source: str, below: dict[
 
 
 def check_flags(flags: Mapping[str, str]) -> dict[str, Any]:
-    """The values of fields given as flags, as far as they can be read before their task is known.
+    """Parse fields given as flags, as far as possible before the task is known.
 
     Raises:
-        Refused: a value is not of its field's type, or two fields exclude each other.
+        Refused: a value does not fit its field, or two fields exclude each other.
     """
     known = _types(flags)
     values = {name: parse_value(name, known[name], text) for name, text in flags.items() if name in known}
@@ -134,10 +134,10 @@ def check_flags(flags: Mapping[str, str]) -> dict[str, Any]:
 
 
 def build(flat: dict[str, Any], settings: type | None = None, source: str = "", partial: bool = False) -> Config:
-    """The configuration that these values (dotted names) make, every one checked; strict about types.
+    """Build the configuration from these values (dotted names) and check each of them. Types are strict.
 
     Args:
-        partial: settings without a default may still be missing; `task` is None then.
+        partial: whether Settings without a default may be missing; `task` is None then.
 
     Raises:
         Refused: a value has the wrong type or is out of range.
@@ -152,7 +152,7 @@ def build(flat: dict[str, Any], settings: type | None = None, source: str = "", 
     task = tree.pop("task", {})
     config = _checked(Config, tree, source)
     if config.epochs is None and config.steps is None:
-        raise Refused(f"{source}neither epochs nor steps is given; give one of them")
+        raise Refused(f"{source}neither epochs nor steps is set; give one of them")
     if config.steps is not None:
         config.epochs = None
     if config.eval.every_steps is not None:
@@ -166,7 +166,7 @@ def build(flat: dict[str, Any], settings: type | None = None, source: str = "", 
 
 
 def _defaults(settings: type) -> dict[str, Any]:
-    """The defaults of a task's Settings, to be checked against their own types."""
+    """Return the defaults of a task's Settings, to check them against their types."""
     missing = dataclasses.MISSING
     values: dict[str, Any] = {}
     for field in dataclasses.fields(settings):
@@ -181,8 +181,8 @@ def _checked(owner: Any, tree: dict[str, Any], source: str, prefix: str = "", pa
         if isinstance(value, float) and not math.isfinite(value):
             raise Refused(f"{source}{prefix}{name} = {value}: should be a finite number")
     try:
-        # JSON, for there strict means what a TOML reader expects: tables become dataclasses, 3 may be a float, but
-        # "3" is no number and 1 is not true.
+        # through JSON, whose strict mode suits TOML: tables become dataclasses and 3 may be a float, but "3" is no
+        # number and 1 is not true
         text = json.dumps(tree, default=lambda value: f"{value} (a {type(value).__name__})")
         return TypeAdapter(owner).validate_json(text, strict=True)
     except pydantic.ValidationError as error:
@@ -191,25 +191,25 @@ def _checked(owner: Any, tree: dict[str, Any], source: str, prefix: str = "", pa
             return None
         first = errors[0]
         parts = [str(part) for part in first["loc"] if isinstance(part, int) or str(part).isidentifier()]
-        # a union adds the name of its member to the place of an error
+        # pydantic adds the name of a union's member to the location of an error
         depth = 3 if is_argument(".".join(parts[:3])) else 2
         name = ".".join(parts[: depth if parts and parts[0] in tree and isinstance(tree[parts[0]], dict) else 1])
         if first["type"] == "missing":
-            raise Refused(f"{source}{prefix}{name} has no default; give it with --{prefix}{name}") from None
+            raise Refused(f"{source}{prefix}{name} has no default; set it with --{prefix}{name}") from None
         known = fields().get(prefix + name)
         reason = reason_of(error, known.annotation if known else None)
         raise Refused(f"{source}{prefix}{name} = {first['input']!r}: {reason}") from None
     except pydantic.errors.PydanticSchemaGenerationError as error:
-        problem = f"{source}Settings has a field of a type that no flag can carry"
+        problem = f"{source}Settings has a field whose type a flag cannot express"
         raise Refused(f"{problem}: {one_line(error)[:200]}") from None
 
 
 def from_toml(path: Path, settings: type | None) -> Config:
-    """The resolved configuration of a run folder. What is left out there was None, but for settings of the task that
+    """Read the config.toml of a run folder. A field that is missing there was None, except settings of the task that
     have another default.
 
     Raises:
-        Refused: it was edited into something invalid.
+        Refused: the file was edited and is invalid.
     """
     return _from_tree(read_toml(path), settings, f"{path}: ")
 
@@ -224,10 +224,10 @@ def _from_tree(tree: dict[str, Any], settings: type | None, source: str) -> Conf
 
 
 def check_lasts(config: Config, settings: type | None) -> None:
-    """Refuse Settings that would read differently from the config.toml of the run folder, as ranks do.
+    """Refuse Settings that ranks would read differently from the config.toml of the run folder.
 
     Raises:
-        Refused: Settings change their own values, or hold what TOML cannot.
+        Refused: Settings change their own values, or hold values that TOML cannot.
     """
     with of_settings("Settings that cannot be kept in config.toml"):
         again = _from_tree(tomllib.loads(to_toml(config)), settings, "Settings do not take what they gave: ")
@@ -240,15 +240,15 @@ def check_lasts(config: Config, settings: type | None) -> None:
             if then != now and not is_same:
                 was, is_now = shortened(repr(then), 80), shortened(repr(now), 80)
                 raise Refused(
-                    f"{name} is {was}, and ranks would read {is_now} from config.toml: a __post_init__ must change "
-                    "nothing when it is called again, and none cannot be kept inside a table or list"
+                    f"{name} is {was}, but ranks would read {is_now} from config.toml: __post_init__ must change "
+                    "nothing when called again, and a table or list must not contain none"
                 )
 
 
 def forbidden_changes(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
-    """The dotted names of fields that differ and that a resume may not change.
+    """Return the dotted names of fields that differ and that a resume may not change.
 
-    A field that was not there yet when `before` was written had its default.
+    A field that is missing in `before` had its default: it did not exist when `before` was written.
     """
     known = fields()
     defaults = {name: info.default for name, info in known.items()}
@@ -257,8 +257,8 @@ def forbidden_changes(before: dict[str, Any], after: dict[str, Any]) -> list[str
 
 
 def check_changes(before: dict[str, Any], after: dict[str, Any], what: str, way: str = "put it back") -> None:
-    """Raises Refused where fields differ that a resume may not change; the message begins with `what`, and ends with
-    the `way`."""
+    """Check that no field differs that a resume may not change. Raises Refused: its message begins with `what` and
+    ends with `way`."""
     for name in forbidden_changes(before, after):
         was, now = before.get(name), after.get(name)
         raise Refused(f"{what}: {name} was {was} and is {now} now, which a resume may not change; {way}")

@@ -236,7 +236,7 @@ class Watch:
     """Minutes without progress of any rank after which a launched run is restarted. 0: never. Default for a task: 5, or
     20 times the slowest step if that is longer. Default for a --script: 30 without output or CPU use."""
     start_minutes: Changeable[Positive] = 30.0
-    """The same limit while a run starts (with compilation and the first step) and while it saves."""
+    """The limit of hang_minutes while a run starts (with compilation and the first step) and while it saves."""
     healthy_minutes: Changeable[Positive] = 10.0
     """For --script: minutes after which an attempt counts as healthy. The count of restarts then begins again at 0."""
 

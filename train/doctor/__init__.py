@@ -1,5 +1,5 @@
-"""Checks of the machine: what was seen, whether it is well, and the command that mends it.
+"""Checks of the machine: what was seen, the verdict, and the command that fixes a problem.
 
-Standard library alone, from Python 3.8 on, so that a host is checked before anything is installed there; only
-doctor/job.py, which speaks to other ranks, imports torch. One file a subject, each a list of checks.
+Uses only the standard library of Python 3.8, so that a host can be checked before anything is installed. Only
+doctor/job.py, which checks several ranks, imports torch. Each file has the checks of one subject.
 """

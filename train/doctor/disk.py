@@ -1,4 +1,4 @@
-"""The folder of runs: is it writable, is there room, is it fast, and is the clock behind its newest run."""
+"""Checks of the folder of runs: writable, free space, locks, speed; and whether the clock has gone backwards."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ MB = 2**20
 _LEAST_FREE, _LITTLE_FREE = 500 * MB, 5 * 1024 * MB
 _LEAST_INODES = 10_000
 _SLOW = 20 * MB
-"""Bytes a second below which checkpoints become what a run waits for."""
+"""Bytes per second. On a slower disk runs wait for checkpoints."""
 _PROBE = 16 * MB
 _LASTING = ("tmpfs", "ramfs")
 
 
 def checks(machine: Machine, runs: Path) -> Iterator[Finding]:
-    """All checks of the disk under the folder of runs."""
+    """Yield all checks of the disk under the folder of runs."""
     place = _nearest(runs)
     yield _owner(machine, runs, place)
     if place.is_dir():
@@ -38,18 +38,18 @@ def checks(machine: Machine, runs: Path) -> Iterator[Finding]:
 
 
 def _nearest(folder: Path) -> Path:
-    """The folder, or what is there of its way."""
+    """Return the folder, or its nearest parent that exists."""
     folder = folder.absolute()
-    while not os.path.lexists(str(folder)) and folder != folder.parent:  # a link to nowhere is in the way
+    while not os.path.lexists(str(folder)) and folder != folder.parent:  # a dangling link counts as existing
         folder = folder.parent
     return folder
 
 
 def _owner(machine: Machine, runs: Path, place: Path) -> Finding:
-    """Whether whoever asks may write there; a container and its host know people by number."""
+    """Check that this user may write there. A container and its host identify users by number."""
     name = "folder of runs"
     if not place.is_dir():
-        return problem(name, f"{place} is no folder", "train launch … --runs DIR")
+        return problem(name, f"{place} is not a folder", "train launch … --runs DIR")
     if os.statvfs(str(place)).f_flag & os.ST_RDONLY:
         point = (mount_of(machine, place.resolve()) or (str(place), ""))[0]
         remedy = f"sudo mount -o remount,rw {shlex.quote(point)}"
@@ -60,7 +60,8 @@ def _owner(machine: Machine, runs: Path, place: Path) -> Finding:
     if not os.access(str(place), os.W_OK | os.X_OK):
         seen = f"{place} belongs to UID {theirs}; UID {mine} may not write there"
         return problem(name, seen, f"sudo chown -R {mine}:{os.getegid()} {shlex.quote(str(place))}")
-    return ok(name, f"{runs}, {'of UID ' + str(theirs) if place == runs.absolute() else 'to be made in ' + str(place)}")
+    where = f"of UID {theirs}" if place == runs.absolute() else f"will be created in {place}"
+    return ok(name, f"{runs}, {where}")
 
 
 def _room(machine: Machine, runs: Path, place: Path) -> Finding:
@@ -73,13 +74,13 @@ def _room(machine: Machine, runs: Path, place: Path) -> Finding:
     if free < _LEAST_FREE:
         return problem(name, f"{size(free)} free under {place}", remedy)
     if disk.f_files and inodes < _LEAST_INODES:
-        return problem(name, f"{inodes} files more can be made under {place} (inodes; df -i)", remedy)
+        return problem(name, f"only {inodes} more files can be created under {place} (inodes; df -i)", remedy)
     seen = f"{size(free)} free under {place}"
     return warning(name, seen, remedy) if free < _LITTLE_FREE else ok(name, seen)
 
 
 def mount_of(machine: Machine, place: Path) -> tuple[str, str] | None:
-    """Where the file system that holds a folder is mounted, and its kind (proc_pid_mountinfo(5))."""
+    """Return the mount point and the type of the file system of a folder (proc_pid_mountinfo(5))."""
     best: tuple[str, str] | None = None
     for line in machine.read("/proc/self/mountinfo").splitlines():
         fields = line.split()
@@ -95,35 +96,35 @@ def mount_of(machine: Machine, place: Path) -> tuple[str, str] | None:
 def _file_system(machine: Machine, place: Path) -> Finding:
     name, found = "file system", mount_of(machine, place.resolve())
     if found is None:
-        return not_applicable(name, "not told by /proc/self/mountinfo")
+        return not_applicable(name, "/proc/self/mountinfo does not list it")
     point, kind = found
     if kind in _LASTING:
         return warning(
-            name, f"{kind} at {point}: runs in memory are gone with the next start", "train launch … --runs DIR"
+            name, f"{kind} at {point}: runs in memory are lost at the next reboot", "train launch … --runs DIR"
         )
     if kind == "overlay" and machine.is_container:
-        seen = f"{point} is the container's own layer: runs are gone with the container"
+        seen = f"{point} is the container's own layer: runs are lost with the container"
         return warning(name, seen, "docker run -v /a/folder:/workspace/runs …")
     return ok(name, f"{kind} at {point}")
 
 
 def _locks(place: Path) -> Finding:
-    """A run is alive exactly while its lock is held; some network file systems have none."""
+    """Check that files can be locked, which some network disks cannot. A run is alive while its lock is held."""
     try:
         with tempfile.TemporaryFile(dir=str(place)) as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError as error:
-                seen = f"{place} refuses locks ({error.strerror}): two could write to one run"
+                seen = f"{place} refuses locks ({error.strerror}): two processes could write to one run"
                 return problem("file locks", seen, "train launch … --runs DIR  # on another file system")
-    except OSError as error:  # a full disk, which another check tells
-        return not_applicable("file locks", f"no file can be made to try it with: {error.strerror}")
-    return ok("file locks", "are held")
+    except OSError as error:  # a full disk, which another check reports
+        return not_applicable("file locks", f"no test file can be created: {error.strerror}")
+    return ok("file locks", "work")
 
 
 def _speed(place: Path) -> Finding:
-    """How fast a file is on the disk, fsync included."""
-    block = os.urandom(MB)  # what a disk that compresses cannot make small
+    """Measure how fast a file is written, including fsync."""
+    block = os.urandom(MB)  # random, so that a disk cannot compress it
     try:
         with tempfile.TemporaryFile(dir=str(place)) as file:
             began = time.monotonic()
@@ -135,18 +136,18 @@ def _speed(place: Path) -> Finding:
     except OSError as error:
         return problem("write speed", f"{place}: {error.strerror}", f"df -hi {shlex.quote(str(place))}; dmesg | tail")
     rate = _PROBE / seconds
-    seen = f"{size(rate)}/s to {place}, on the disk"
+    seen = f"{size(rate)}/s to {place}, including fsync"
     if rate < _SLOW:
         return warning("write speed", f"{seen}: checkpoints will be slow", "train bench checkpoint")
     return ok("write speed", seen)
 
 
 def _clock(runs: Path) -> Finding:
-    """Whether this machine's clock goes forward: resumes, logs, certificates and rendezvous depend on it."""
+    """Check that the clock has not gone backwards. Resumes, logs, certificates and rendezvous depend on it."""
     now, newest = time.time(), 0.0
     with contextlib.suppress(OSError):
         newest = max((path.stat().st_mtime for path in runs.glob("*/run.json")), default=0.0)
     if newest > now + 60:
-        seen = f"it is {newest - now:.0f} s behind the newest run's last line: it has gone backwards"
+        seen = f"{newest - now:.0f} s behind the last change of a run: the clock has gone backwards"
         return problem("clock", seen, "sudo timedatectl set-ntp true")
     return ok("clock", time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(now)))

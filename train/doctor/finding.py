@@ -1,4 +1,4 @@
-"""What a check has found, and how it is shown."""
+"""The finding of a check, and how it is printed."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ class Finding:
     """The verdict of one check."""
 
     check: str
-    """Its name, as people would search for it."""
+    """The name of the check, as people would search for it."""
     verdict: str
-    """OK, WARNING (it works, but not for long, or not well), PROBLEM (it does not work) or NOT_APPLICABLE."""
+    """OK, WARNING (works, but not well or not for long), PROBLEM (does not work) or NOT_APPLICABLE."""
     seen: str
-    """What was seen, in a line."""
+    """What was seen, in one line."""
     remedy: str = ""
-    """A command to paste; with a warning or a problem."""
+    """A command to paste, for a warning or a problem."""
 
 
 def ok(check: str, seen: str) -> Finding:
@@ -49,26 +49,26 @@ def not_applicable(check: str, why: str) -> Finding:
 
 
 def exit_code(findings: Iterable[Finding]) -> int:
-    """1 if there is a problem, else 0."""
+    """Return 1 if there is a problem, else 0."""
     return EXIT_PROBLEM if any(finding.verdict == PROBLEM for finding in findings) else EXIT_WELL
 
 
 def as_text(findings: list[Finding], width: int, colour: bool = False) -> str:
-    """A line a check, the remedy below it, and how many are not well."""
+    """Return one line per check, with its remedy below, and the number of problems and warnings."""
     name = max((len(finding.check) for finding in findings), default=0)
     lines = []
     for finding in findings:
         mark = f"{'-' if finding.verdict == NOT_APPLICABLE else finding.verdict:<8}"
         if colour:
             mark = f"\x1b[{_COLOUR[finding.verdict]}m{mark}\x1b[0m"
-        # wrapped as if the mark had no colour: its bytes are not seen
+        # the invisible bytes of the colour do not count for the width
         indent = " " * (8 + name + 2)
         room = max(width, len(indent) + _NARROWEST)
         seen = textwrap.wrap(screen.printable(finding.seen), room - len(indent), break_on_hyphens=False) or [""]
         lines.append(f"{mark}{finding.check:<{name}}  {seen[0]}")
         lines += [indent + more for more in seen[1:]]
         if finding.remedy:
-            lines.append(f"{indent}try: {screen.printable(finding.remedy)}")  # whole, however long: it is to be pasted
+            lines.append(f"{indent}try: {screen.printable(finding.remedy)}")  # never wrapped, so that it can be pasted
     verdicts = [finding.verdict for finding in findings]
     counts = [(word, verdicts.count(word)) for word in (PROBLEM, WARNING)]
     total = ", ".join(f"{count} {word}{'s' if count > 1 else ''}" for word, count in counts if count) or "all is well"
@@ -76,7 +76,7 @@ def as_text(findings: list[Finding], width: int, colour: bool = False) -> str:
 
 
 def show(findings: list[Finding], json_: bool) -> None:
-    """Print them; for machines as a list of objects with check, verdict, seen, remedy."""
+    """Print the findings; with `json_` as a list of objects with check, verdict, seen, remedy."""
     if json_:
         print(json.dumps([dataclasses.asdict(finding) for finding in findings], indent=1))
         return

@@ -1,4 +1,4 @@
-"""GPUs: driver, kernels, errors, heat, who else is on them. Read from nvidia-smi."""
+"""Checks of GPUs: driver, kernels, errors, heat, memory in use. Read from nvidia-smi."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from train.doctor.finding import Finding, not_applicable, ok, problem, warning
 from train.doctor.machine import Machine, Output
 
 DRIVER = 525
-"""The oldest that runs PyTorch's CUDA 12 libraries (CUDA compatibility guide, minor version compatibility), and that
-the image asks for (NVIDIA_REQUIRE_CUDA)."""
+"""The oldest driver that runs PyTorch's CUDA 12 libraries (CUDA compatibility guide, minor version compatibility). The
+image requires it, too (NVIDIA_REQUIRE_CUDA)."""
 _TOO_FULL = 0.1
-"""The share of a GPU's memory that others may have before it is reported."""
+"""Share of a GPU's memory in use above which a warning is given."""
 _PENDING = ("remapped_rows/remapped_row_pending", "retired_pages/pending_retirement")
-"""Where a card says that memory waits to be taken out of use."""
+"""Where a card reports memory that will be retired at the next reset."""
 _AGAIN = "docker compose up -d --force-recreate"
 
 
@@ -32,7 +32,7 @@ class SmiGpu:
         return (self.node.findtext(path) or "").strip()
 
     def number_of(self, path: str) -> float | None:
-        """A figure without its unit; None where the card has none."""
+        """Return a value without its unit; None if the card does not report it."""
         return _figure(self.node.find(path))
 
     @property
@@ -41,15 +41,15 @@ class SmiGpu:
 
 
 def _figure(node: xml.Element | None) -> float | None:
-    """The number in an element, without its unit."""
+    """Return the number in an element, without its unit."""
     found = None if node is None else re.match(r"\d+(\.\d+)?", (node.text or "").strip(), re.ASCII)
     return float(found.group()) if found else None
 
 
 def checks(machine: Machine) -> Iterator[Finding]:
-    """All checks of GPUs."""
+    """Yield all checks of GPUs."""
     if not machine.wants_gpus():
-        why = "STATION_GPUS is none" if machine.is_station else "there is no NVIDIA GPU in this machine"
+        why = "STATION_GPUS is none" if machine.is_station else "this machine has no NVIDIA GPU"
         yield not_applicable("GPUs", why)
         return
     output = machine.run("nvidia-smi", "-q", "-x")
@@ -59,7 +59,7 @@ def checks(machine: Machine) -> Iterator[Finding]:
     try:
         tree = xml.fromstring(output.out)
     except xml.ParseError:
-        yield problem("GPUs", f"nvidia-smi says what is no XML: {output.first_line[:80]}", "nvidia-smi -q -x | head")
+        yield problem("GPUs", f"nvidia-smi printed no XML: {output.first_line[:80]}", "nvidia-smi -q -x | head")
         return
     gpus = [SmiGpu(number, node) for number, node in enumerate(tree.iter("gpu"))]
     yield _count(machine, gpus)
@@ -71,25 +71,25 @@ def checks(machine: Machine) -> Iterator[Finding]:
 
 
 def _no_answer(machine: Machine, output: Output | None) -> Finding:
-    """Why nvidia-smi does not answer, from its exit code and message."""
+    """Find out why nvidia-smi fails, from its exit code and message."""
     name = "GPUs"
     if output is None:
         if machine.is_container:
-            return problem(name, "this container was given none: nvidia-smi is not here", _AGAIN)
-        return problem(name, "a card is there, its driver is not installed", "sudo apt-get install nvidia-driver")
+            return problem(name, "this container has no GPU: nvidia-smi is missing", _AGAIN)
+        return problem(name, "there is a card, but its driver is not installed", "sudo apt-get install nvidia-driver")
     message = output.first_line
     if "Unknown Error" in message and machine.is_container:
-        # what systemd's daemon-reload on the host does to running containers: NVIDIA/nvidia-container-toolkit#48
-        seen = f"lost while the container ran (a systemctl daemon-reload on the host): {message}"
-        return problem(name, seen, f"{_AGAIN}  # on the host, where make doctor tells how to prevent it")
+        # a daemon-reload of systemd on the host does this: NVIDIA/nvidia-container-toolkit#48
+        seen = f"the running container lost its GPUs (a systemctl daemon-reload on the host does this): {message}"
+        return problem(name, seen, f"{_AGAIN}  # on the host; to prevent it: make doctor")
     if "version mismatch" in message:
-        return problem(name, f"the driver was upgraded under a running kernel: {message}", "sudo reboot")
+        return problem(name, f"the driver was upgraded, but the old kernel module still runs: {message}", "sudo reboot")
     if "communicate with the NVIDIA driver" in message or (output.code == 9 and not message):  # codes: nvidia-smi(1)
         return problem(
             name, f"the driver is not loaded: {message or 'nvidia-smi exits with 9'}", "sudo modprobe nvidia"
         )
-    # a card that has fallen off the bus, a driver that hangs: the kernel's log says more
-    seen = f"nvidia-smi fails ({output.code}): {message or 'without a word'}"
+    # for example a card that has fallen off the bus, or a driver that hangs: the kernel's log says more
+    seen = f"nvidia-smi fails ({output.code}): {message or 'no message'}"
     return problem(name, seen, "sudo dmesg | grep -i -e xid -e nvrm")
 
 
@@ -101,7 +101,7 @@ def _count(machine: Machine, gpus: list[SmiGpu]) -> Finding:
         kinds[gpu.text("product_name")] = kinds.get(gpu.text("product_name"), 0) + 1
     seen = ", ".join(f"{count} x {kind}" for kind, count in kinds.items())
     if len(gpus) < expected:
-        return problem("GPUs", f"{wanted} were asked for, {len(gpus)} are here: {seen or 'none'}", _AGAIN)
+        return problem("GPUs", f"GPUs requested: {wanted}; found: {len(gpus)} ({seen or 'none'})", _AGAIN)
     return ok("GPUs", seen)
 
 
@@ -109,15 +109,15 @@ def _driver(tree: xml.Element) -> Finding:
     version, cuda = (tree.findtext("driver_version") or "?").strip(), (tree.findtext("cuda_version") or "?").strip()
     found = re.match(r"\d+", version)
     if not found:
-        return warning("driver", f"its version cannot be read: {version}", "nvidia-smi")
+        return warning("driver", f"unreadable version: {version}", "nvidia-smi")
     if int(found.group()) < DRIVER:
-        seen = f"{version} is too old for CUDA 12: {DRIVER} or newer is needed"
+        seen = f"{version} is too old: CUDA 12 needs {DRIVER} or newer"
         return problem("driver", seen, "sudo apt-get install nvidia-driver && sudo reboot")
-    return ok("driver", f"{version}, CUDA up to {cuda}; PyTorch's CUDA libraries and the 12.1 compiler need {DRIVER}")
+    return ok("driver", f"{version}, for CUDA up to {cuda} (PyTorch and the 12.1 compiler need {DRIVER} or newer)")
 
 
 def _kernels(machine: Machine, gpus: list[SmiGpu]) -> Iterator[Finding]:
-    """Whether the wheel of torch has machine code for the cards."""
+    """Check that the wheel of torch has machine code for the cards."""
     output = machine.run("nvidia-smi", "--query-gpu=index,compute_cap", "--format=csv,noheader")
     torch = packages.torch_of()
     if output is None or output.code != 0 or torch is None or torch.cuda is None:
@@ -129,7 +129,7 @@ def _kernels(machine: Machine, gpus: list[SmiGpu]) -> Iterator[Finding]:
     known = f"{torch.version} for CUDA {torch.cuda} has kernels for {low[0]}.{low[1]} to {high[0]}.{high[1]}"
     if bad:
         remedy = "train launch … --gpus IDS" if len(bad) < len(gpus) else "pip install --upgrade torch torchvision"
-        yield problem("compute capability", f"torch {known}, none for {', '.join(bad)}", remedy)
+        yield problem("compute capability", f"torch {known}, but not for {', '.join(bad)}", remedy)
     elif caps:
         mine = ", ".join(sorted({f"{major}.{minor}" for _, (major, minor) in caps}))
         yield ok("compute capability", f"{mine}; torch {known}")
@@ -141,31 +141,31 @@ def _memory_errors(gpus: list[SmiGpu]) -> Finding:
     for gpu in gpus:
         errors = _uncorrectable(gpu)
         if errors or gpu.text("remapped_rows/remapped_row_failure") == "Yes":
-            bad.append(f"{gpu.label}: {errors} uncorrectable")
+            bad.append(f"{gpu.label}: {errors} uncorrectable errors")
         action = gpu.text("gpu_recovery_action")  # since driver 565
         if action not in ("", "None", "N/A"):
-            bad.append(f"{gpu.label}: the driver asks for: {action}")
-        elif gpu.text("gpu_reset_status/reset_required") == "Yes":  # what older ones say instead
-            bad.append(f"{gpu.label}: the driver asks for: a reset")
+            bad.append(f"{gpu.label}: the driver requests: {action}")
+        elif gpu.text("gpu_reset_status/reset_required") == "Yes":  # older drivers
+            bad.append(f"{gpu.label}: the driver requests a reset")
         if "Yes" in map(gpu.text, _PENDING):
             waiting.append(gpu.label)
     if bad:
         return problem("GPU memory errors", "; ".join(bad), "sudo nvidia-smi --gpu-reset")
     if waiting:
-        seen = f"{', '.join(waiting)}: pages wait for a reset to be taken out of use"
+        seen = f"{', '.join(waiting)}: faulty memory will be retired at the next reset"
         return warning("GPU memory errors", seen, "sudo nvidia-smi --gpu-reset")
     is_on = any(gpu.text("ecc_mode/current_ecc") == "Enabled" for gpu in gpus)
     return ok("GPU memory errors", "none uncorrected" if is_on else "not counted: ECC is off, or these cards have none")
 
 
 def _uncorrectable(gpu: SmiGpu) -> int:
-    """How many errors ECC could not correct since the driver was loaded."""
+    """Return the number of errors since the driver was loaded that ECC could not correct."""
     counts = gpu.node.find("ecc_errors/volatile")
     return int(sum(_figure(count) or 0.0 for count in counts or () if "uncorrectable" in count.tag))
 
 
 def _heat(gpus: list[SmiGpu]) -> Finding:
-    """Whether a card is slowed by heat or power. Reading: `clocks_event_reasons`, before driver 535 `…throttle…`."""
+    """Check whether heat or power slows a card. nvidia-smi has `clocks_event_reasons`; before 535, `…throttle…`."""
     slow = []
     for gpu in gpus:
         for node in gpu.node.iter():
@@ -175,14 +175,14 @@ def _heat(gpus: list[SmiGpu]) -> Finding:
                 slow.append(f"{gpu.label}: {node.tag.split('_reason_')[1].replace('_', ' ')}")
     temperatures = [gpu.number_of("temperature/gpu_temp") for gpu in gpus]
     known = [degrees for degrees in temperatures if degrees is not None]
-    hot = f"at most {max(known):.0f} C" if known else "temperatures are not told"
+    hot = f"at most {max(known):.0f} C" if known else "temperatures are not reported"
     if slow:
         return warning("GPU heat", f"slowed down: {'; '.join(slow)}; {hot}", "nvidia-smi -q -d PERFORMANCE,TEMPERATURE")
     return ok("GPU heat", hot)
 
 
 def _others(gpus: list[SmiGpu]) -> Finding:
-    """Memory that other processes use. A container does not see others' processes, but their memory."""
+    """Check the memory in use. A container sees the memory of processes outside, but not the processes."""
     busy = []
     for gpu in gpus:
         used, total = (gpu.number_of(f"fb_memory_usage/{which}") for which in ("used", "total"))

@@ -1,8 +1,7 @@
-"""Checks of several ranks together: are all there, do they run the same versions, do their clocks agree, does an
-all-reduce give the right sum, and how fast.
+"""Checks of several ranks together: all present, same versions, clocks agree, an all-reduce is right and how fast.
 
-The only part of the doctor that imports torch. Ranks speak through a store first, whose every answer has a deadline, so
-that one that is missing or fails is named; only then do they meet as training does.
+This is the only part of the doctor that imports torch. Ranks first talk through a store. Each answer has a deadline, so
+that a missing or failing rank is named. Only then do they form a process group as in training.
 """
 
 from __future__ import annotations
@@ -34,20 +33,20 @@ from train.parallel.rank_env import is_under_torchrun, meeting_port, read_rank_e
 from train.supervise.node_checks import code_digest
 
 DEADLINE = 30.0
-"""Seconds in which a rank has to come, to answer, and to reduce, unless the user gives others."""
+"""Seconds a rank may take to start, to answer and to reduce. Default of --timeout."""
 _SIZES = (4, 1 << 20, 1 << 26)
-"""Bytes that are reduced."""
+"""Sizes of the tensors that are reduced, in bytes."""
 _SKEW = 1.0
-"""Seconds between two hosts' clocks that are reported."""
+"""Seconds between the clocks of two machines above which a problem is reported."""
 _SAME = ("torch", "nccl", "python", "code")
-"""Versions that must be the same everywhere; `code` is the copy of train/."""
+"""Versions that must be equal on all ranks. `code` is the digest of train/."""
 Facts = dict[int, dict[str, Any]]
-"""What each rank reports of itself."""
+"""Maps a rank to its report about itself."""
 
 
 @dataclasses.dataclass(frozen=True)
 class JobRank:
-    """A rank among the others, as torchrun's environment has it."""
+    """A rank and its place among the others, from torchrun's environment."""
 
     rank: int
     size: int
@@ -55,15 +54,15 @@ class JobRank:
     address: str
     port: int
     agent_serves: bool
-    """Whether the store is torchrun's, so that rank 0 need not serve it."""
+    """Whether torchrun serves the store, so that rank 0 need not."""
     deadline: float
-    """Seconds in which each has to come, to answer, and to reduce."""
+    """Seconds each rank may take to start, to answer and to reduce."""
 
 
 def examine_job(json_: bool, ranks: int | None, deadline: float) -> int:
-    """Check the job that this process is a rank of; outside of one, a job of so many ranks on this machine.
+    """Check the job of which this process is a rank; outside a job, start so many ranks on this machine.
 
-    Rank 0 prints. Returns the exit code: 1 on rank 0 if there is a problem.
+    Rank 0 prints. Return the exit code: 1 on rank 0 if there is a problem.
     """
     environ = os.environ
     variables.check_torch(environ)
@@ -90,7 +89,7 @@ def examine_job(json_: bool, ranks: int | None, deadline: float) -> int:
 
 
 def _rank(place: JobRank, json_: bool) -> int:
-    os.environ.setdefault("TORCH_NCCL_BLOCKING_WAIT", "1")  # so that a reduction that hangs ends by its deadline
+    os.environ.setdefault("TORCH_NCCL_BLOCKING_WAIT", "1")  # a hanging reduction must end by its deadline
     number_by_bus()
     limit = datetime.timedelta(seconds=place.deadline)
     try:
@@ -113,12 +112,12 @@ def _rank(place: JobRank, json_: bool) -> int:
     finding.show(findings, json_)
     store.set("over", "1")
     if place.size > 1 and not place.agent_serves:
-        time.sleep(0.5)  # the store goes with this process, and the others read that it is over
+        time.sleep(0.5)  # the store ends with this process; let the others read that the check is over
     return finding.exit_code(findings)
 
 
 def _facts(place: JobRank) -> dict[str, Any]:
-    """What a rank reports of itself."""
+    """Return this rank's report about itself."""
     has_gpu = torch.cuda.device_count() > place.local_rank
     return {
         "host": socket.gethostname(),
@@ -132,14 +131,14 @@ def _facts(place: JobRank) -> dict[str, Any]:
 
 
 def _of_gloo() -> tuple[str, str] | None:
-    """What is wrong with the interface that gloo is to use here, and what to type; None: nothing."""
+    """Return the problem with gloo's interface here and what to type; None if there is none."""
     text = os.environ.get(variables.GLOO, "")
     unusable = variables.gloo_problem(text)
     return (f"is {text}; {unusable}", variables.remedy(variables.GLOO)) if unusable else None
 
 
 def _answer(place: JobRank, store: dist.Store) -> int:
-    """What ranks other than the first do."""
+    """Run the checks as a rank other than 0."""
     with contextlib.suppress(dist.DistError, RuntimeError):
         backend = store.get("go").decode()
         store.set(f"clock/{place.rank}", repr(time.time()))
@@ -150,16 +149,16 @@ def _answer(place: JobRank, store: dist.Store) -> int:
 
 
 def _ask(place: JobRank, store: dist.Store) -> Iterator[Finding]:
-    """What rank 0 does: all findings, in order."""
+    """Run the checks as rank 0. Yield all findings in order."""
     facts, missing = _collect(place, store, "facts", json.loads)
     if missing:
         names = ", ".join(map(str, missing))
-        seen = f"{len(facts)} of {place.size} have come in {place.deadline:.0f} s; missing: rank {names}"
+        seen = f"{len(facts)} of {place.size} ranks answered within {place.deadline:.0f} s; missing: rank {names}"
         store.set("go", "")
         yield problem("ranks", seen, f"train doctor --rendezvous {place.address}:{place.port}  # on their machines")
         return
     hosts = sorted({fact["host"] for fact in facts.values()})
-    yield ok("ranks", f"{place.size} on {len(hosts)} host{'s' if len(hosts) > 1 else ''}: {', '.join(hosts)}")
+    yield ok("ranks", f"{place.size} on {len(hosts)} machine{'s' if len(hosts) > 1 else ''}: {', '.join(hosts)}")
     yield from _same(facts)
     for host, wrong in {fact["host"]: fact["gloo"] for fact in facts.values() if fact["gloo"]}.items():
         yield problem(variables.GLOO, f"on {host} {wrong[0]}", wrong[1])
@@ -172,11 +171,11 @@ def _ask(place: JobRank, store: dist.Store) -> Iterator[Finding]:
 def _collect(
     place: JobRank, store: dist.Store, what: str, read: Callable[[bytes], Any]
 ) -> tuple[dict[int, Any], list[int]]:
-    """What each rank answers within the deadline for all of them, and which ranks do not."""
+    """Return the answers that arrive within the common deadline, and the ranks that did not answer."""
     until, found, missing = time.monotonic() + place.deadline, {}, []
     for rank in range(place.size):
         key = f"{what}/{rank}"
-        left = max(until - time.monotonic(), 0.01)  # one that does not come takes no time from those that have
+        left = max(until - time.monotonic(), 0.01)  # a missing rank must not hide those that answered
         try:
             store.wait([key], datetime.timedelta(seconds=left))
             found[rank] = read(store.get(key))
@@ -186,7 +185,7 @@ def _collect(
 
 
 def _same(facts: Facts) -> Iterator[Finding]:
-    """Versions that differ, and the ranks that have them."""
+    """Yield findings for versions that differ, with the ranks that have them."""
     different = [key for key in _SAME if len({fact[key] for fact in facts.values()}) > 1]
     for key in different:
         usual = collections.Counter(fact[key] for fact in facts.values()).most_common(1)[0][0]
@@ -195,13 +194,13 @@ def _same(facts: Facts) -> Iterator[Finding]:
         yield problem(f"same {key}", f"{'; '.join(odd)}; the others: {usual}", remedy)
     gpus = sorted({fact["gpu"] or "none" for fact in facts.values()})
     if len(gpus) > 1:
-        yield warning("same GPUs", f"the slowest decides: {', '.join(gpus)}", "train launch … --gpus IDS")
+        yield warning("same GPUs", f"the slowest GPU sets the pace: {', '.join(gpus)}", "train launch … --gpus IDS")
     if not different:
         yield ok("same everywhere", ", ".join(f"{key} {facts[0][key]}" for key in _SAME))
 
 
 def _clocks(place: JobRank, store: dist.Store, facts: Facts) -> Finding:
-    """Every rank reads its clock between `go` and its answer: one whose time lies outside of that is off."""
+    """Check the clocks. Each rank reads its clock between `go` and its answer; a time outside this interval is off."""
     mine = time.time()
     store.set("clock/0", repr(mine))
 
@@ -221,15 +220,15 @@ def _clocks(place: JobRank, store: dist.Store, facts: Facts) -> Finding:
 
 
 def _sums(place: JobRank, store: dist.Store, facts: Facts, backend: str) -> Iterator[Finding]:
-    """A real all-reduce over all ranks."""
+    """Check a real all-reduce over all ranks."""
     mine = _reduce(place, store, backend)
     store.set("sums/0", json.dumps(mine))
     answers, missing = _collect(place, store, "sums", json.loads)
     bad = {rank: each["error"] for rank, each in answers.items() if each["error"]}
-    bad.update(dict.fromkeys(missing, "has not answered"))
+    bad.update(dict.fromkeys(missing, "did not answer"))
     if bad:
         who = "; ".join(f"rank {rank} ({facts[rank]['host']}): {error[:160]}" for rank, error in sorted(bad.items()))
-        remedy = f"train doctor --rendezvous {place.address}:{place.port}  # on each; NCCL_DEBUG=INFO tells more"
+        remedy = f"train doctor --rendezvous {place.address}:{place.port}  # on each; NCCL_DEBUG=INFO shows more"
         yield problem("all-reduce", f"over {backend}: {who}", remedy)
         return
     for size, seconds in mine["seconds"].items():
@@ -240,7 +239,7 @@ def _sums(place: JobRank, store: dist.Store, facts: Facts, backend: str) -> Iter
 
 
 def _reduce(place: JobRank, store: dist.Store, backend: str) -> dict[str, Any]:
-    """Sum numbers over all ranks, check the sums. Returns the error, '' for none, and the seconds by size."""
+    """Sum numbers over all ranks and check the sums. Return the error ('' for none) and the seconds per size."""
     seconds: dict[str, float] = {}
     said = ""
     try:
@@ -248,7 +247,7 @@ def _reduce(place: JobRank, store: dist.Store, backend: str) -> dict[str, Any]:
         if place.address == "127.0.0.1":  # as for a run
             variables.keep_gloo_at_home(os.environ)
         if backend == "nccl":
-            prepare_nccl(deterministic=True)  # as for a run: without, it may fail where that would not, and be faster
+            prepare_nccl(deterministic=True)  # as in a run, which could otherwise be slower, or work where this fails
             torch.cuda.set_device(place.local_rank)
             device = torch.device("cuda", place.local_rank)
         limit = datetime.timedelta(seconds=place.deadline)
@@ -256,7 +255,7 @@ def _reduce(place: JobRank, store: dist.Store, backend: str) -> dict[str, Any]:
         dist.init_process_group(backend, store=group, rank=place.rank, world_size=place.size, timeout=limit)
         right = place.size * (place.size + 1) / 2
         for size in _SIZES:
-            for _ in range(3):  # the first one connects
+            for _ in range(3):  # the first one includes connecting
                 numbers = torch.full((size // 4,), float(place.rank + 1), device=device)
                 began = time.perf_counter()
                 dist.all_reduce(numbers)
@@ -266,7 +265,7 @@ def _reduce(place: JobRank, store: dist.Store, backend: str) -> dict[str, Any]:
                 if not bool((numbers == right).all()):
                     raise ArithmeticError(f"{numbers[numbers != right][0].item()} instead of {right}")
         dist.destroy_process_group()
-    except Exception as error:  # whatever it is, it is what was asked for
+    except Exception as error:  # any error is a finding
         text = one_line(f"{type(error).__name__}: {error}")
         said = variables.behind(text) or text
     return {"error": said, "seconds": seconds}

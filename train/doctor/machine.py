@@ -1,7 +1,6 @@
 """How checks see a machine: its files, its programs, its environment.
 
-The tests of what is not there where they run, a GPU for one, hand in a machine of files and of outputs that were
-recorded elsewhere.
+Tests of hardware that they lack, such as a GPU, pass a machine made of recorded files and outputs.
 """
 
 from __future__ import annotations
@@ -16,14 +15,14 @@ from collections.abc import Mapping
 from pathlib import Path
 
 _PATIENCE = 8.0
-"""Seconds that a program may take: one that asks a driver which hangs must not hang us."""
+"""Seconds that a program may take. A program that asks a hanging driver must not hang the doctor."""
 _TIMED_OUT = 124
-"""The exit code of one that took longer, as timeout(1) has it."""
+"""The exit code of a program that took longer, as with timeout(1)."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Output:
-    """What a program printed, and its exit code."""
+    """The output and the exit code of a program."""
 
     code: int
     out: str
@@ -39,7 +38,7 @@ class Machine:
 
     Args:
         environ: its environment.
-        root: the folder that its files are under.
+        root: folder below which its files are.
     """
 
     def __init__(self, environ: Mapping[str, str] | None = None, root: Path = Path("/")) -> None:
@@ -50,21 +49,21 @@ class Machine:
         return self.root / name.lstrip("/")
 
     def read(self, name: str) -> str:
-        """The text of a file; '' if there is none."""
+        """Return the text of a file; '' if it cannot be read."""
         try:
             return self.path(name).read_text(errors="replace")
         except OSError:
             return ""
 
     def list(self, name: str) -> builtins.list[str]:
-        """The names in a folder, in order; [] if there is none."""
+        """Return the sorted names in a folder; [] if it cannot be read."""
         try:
             return sorted(os.listdir(str(self.path(name))))
         except OSError:
             return []
 
     def run(self, *command: str) -> Output | None:
-        """What a program says, or None if it is not installed. One that takes too long has failed."""
+        """Run a program. Return its output; None if it is not installed. One that takes too long has failed."""
         program = shutil.which(command[0], path=self.environ.get("PATH"))
         if program is None:
             return None
@@ -80,19 +79,19 @@ class Machine:
         except subprocess.TimeoutExpired:
             with contextlib.suppress(OSError):
                 process.kill()
-            # not waited for, as subprocess.run would: what a driver holds in the kernel does not even die
+            # do not wait, as subprocess.run would: a process stuck in a driver does not even die
             process.returncode = _TIMED_OUT
-            return Output(_TIMED_OUT, "", f"{command[0]} has not answered for {_PATIENCE:.0f} s")
+            return Output(_TIMED_OUT, "", f"{command[0]} did not answer within {_PATIENCE:.0f} s")
         return Output(process.returncode, out.decode(errors="replace"), err.decode(errors="replace"))
 
     @property
     def is_station(self) -> bool:
-        """Whether this is inside the station's image."""
+        """Whether this runs inside the station's image."""
         return self.environ.get("TRAINSTATION_IMAGE") == "1"
 
     @property
     def is_container(self) -> bool:
-        """Whether this is inside some container."""
+        """Whether this runs inside a container."""
         return self.is_station or self.path(".dockerenv").exists() or self.path("run/.containerenv").exists()
 
     def has_nvidia_card(self) -> bool:
@@ -105,7 +104,7 @@ class Machine:
         )
 
     def wants_gpus(self) -> bool:
-        """Whether GPUs are meant to be here."""
+        """Whether this machine is expected to have GPUs."""
         wanted = self.environ.get("STATION_GPUS", "none" if self.is_station else "")
         if wanted:
             return wanted != "none"

@@ -1,4 +1,4 @@
-"""The way to other machines: does the rendezvous host's name resolve, who answers, which interface leads there."""
+"""Checks of the network to other machines: name, address and port of the rendezvous; interfaces; InfiniBand."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from train.doctor.machine import Machine
 from train.supervise.address import Place, interface_of, is_mine, source_towards
 
 _PATIENCE = 3.0
-"""Seconds that a connection may take: more would be a firewall that drops it."""
+"""Seconds a connection may take. If it takes longer, a firewall drops it."""
 
 
 def checks(machine: Machine, place: Place) -> Iterator[Finding]:
-    """All checks of the way to where ranks of several machines are to meet."""
+    """Yield all checks of the network to the address where machines meet."""
     try:
         address = _address(place.host)
     except OSError as error:
@@ -27,7 +27,7 @@ def checks(machine: Machine, place: Place) -> Iterator[Finding]:
         )
         return
     except UnicodeError:
-        yield problem("rendezvous name", f"no host can be called {place.host}", "hostname  # on node 0")
+        yield problem("rendezvous name", f"{place.host} is not a valid host name", "hostname  # on node 0")
         return
     yield ok("rendezvous name", f"{place.host} is {address}")
     here = is_mine(address)
@@ -49,7 +49,7 @@ def _address(host: str) -> str:
 
 
 def _loopback(place: Place, address: str, here: bool) -> Finding:
-    """A host's own name often stands for 127.0.1.1 in its /etc/hosts (Debian does it): others never come there."""
+    """Check for a loopback address. Debian's /etc/hosts maps the own name to 127.0.1.1, which others cannot reach."""
     name = "rendezvous address"
     is_loop = ipaddress.ip_address(address.split("%")[0]).is_loopback
     if is_loop and place.host not in ("localhost", "127.0.0.1", "::1"):
@@ -58,12 +58,14 @@ def _loopback(place: Place, address: str, here: bool) -> Finding:
             name, seen, f"getent hosts {place.host}; sudo sed -i '/{place.host}/s/^127[.0-9]*/ADDRESS/' /etc/hosts"
         )
     if is_loop:
-        return warning(name, f"{address} is met by this machine alone", "hostname -I  # an address that others reach")
+        return warning(
+            name, f"only this machine can reach {address}", "hostname -I  # give an address that others reach"
+        )
     return ok(name, f"{address} is {'this machine' if here else 'another machine'}")
 
 
 def _knock(address: str, port: int) -> int:
-    """The errno of a connection; 0: it is accepted."""
+    """Try to connect. Return the errno; 0: accepted."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as one:
         one.settimeout(_PATIENCE)
@@ -71,40 +73,40 @@ def _knock(address: str, port: int) -> int:
 
 
 def _port(place: Place, address: str, here: bool, code: int) -> Finding:
-    """Whether a connection to the port is answered; `code` is its errno."""
+    """Check the port. `code` is the errno of a connection to it."""
     name = "rendezvous port"
     if code == 0 and here:
-        seen = f"{place.port} on this machine is taken: by node 0 of the run, or by another program"
+        seen = f"{place.port} on this machine is in use, by node 0 of the run or another program"
         return warning(name, seen, f"sudo ss -ltnp sport = :{place.port}")
     if code == 0:
         return ok(name, f"{place.port} answers")
     if code == errno.ECONNREFUSED and here:
-        return ok(name, f"{place.port} is free, for node 0 to listen on")
+        return ok(name, f"{place.port} is free for node 0")
     if code == errno.ECONNREFUSED:
-        seen = f"{place.port} at {address}: nobody listens (yet): node 0 is not started, or its firewall rejects"
+        seen = f"{place.port} at {address} refuses connections: node 0 has not started, or its firewall rejects them"
         return warning(name, seen, f"ssh {place.host} ss -ltn sport = :{place.port}")
     words = (
         f"no answer in {_PATIENCE:.0f} s"
         if code in (errno.EAGAIN, errno.ETIMEDOUT)
         else errno.errorcode.get(code, code)
     )
-    seen = f"{place.port} at {address}: {words}: a firewall drops it, or the machine is down"
+    seen = f"{place.port} at {address}: {words}; a firewall drops the connection, or the machine is down"
     return problem(name, seen, f"sudo iptables -I INPUT -p tcp --dport {place.port} -j ACCEPT  # on {place.host}")
 
 
 def _interface(machine: Machine, interface: str, source: str, address: str) -> Finding:
     if not interface:
-        return warning("interface", f"none has {source}, which leads to {address}", "ip addr")
+        return warning("interface", f"no interface has {source}, from which {address} is reached", "ip addr")
     speed = machine.read(f"/sys/class/net/{interface}/speed").strip()
     rate = f", {int(speed) / 1000:g} Gb/s" if speed.isdigit() else ""
     return ok("interface", f"{interface} ({source}{rate}) leads to {address}")
 
 
 def names_of_interfaces(machine: Machine, interface: str = "") -> Iterator[Finding]:
-    """Whether gloo and NCCL can use what their variables say.
+    """Check that gloo and NCCL can use the interfaces in their variables.
 
     Args:
-        interface: the one that leads to the rendezvous; '': none is known.
+        interface: the interface that leads to the rendezvous; '': unknown.
     """
     for variable in (variables.NCCL, variables.GLOO):
         wish = machine.environ.get(variable, "")
@@ -116,15 +118,15 @@ def names_of_interfaces(machine: Machine, interface: str = "") -> Iterator[Findi
         if unusable:
             yield problem(variable, f"is {wish}; {unusable}", fitting)
         elif interface and not leads:
-            yield problem(variable, f"is {wish}, and {interface} leads to the rendezvous", fitting)
+            yield problem(variable, f"is {wish}, but {interface} leads to the rendezvous", fitting)
         elif wish:
             yield ok(variable, wish)
         elif interface:
-            yield ok(variable, f"not set; to be sure: {fitting}")
+            yield ok(variable, f"not set; to choose {interface}: {fitting}")
 
 
 def _infiniband(machine: Machine) -> Finding:
-    """Ports of InfiniBand or RoCE, their state and rate (sysfs-class-infiniband)."""
+    """Check the ports of InfiniBand or RoCE, their state and rate (sysfs-class-infiniband)."""
     up: list[str] = []
     down: list[str] = []
     for card in machine.list("/sys/class/infiniband"):
@@ -133,11 +135,9 @@ def _infiniband(machine: Machine) -> Finding:
             state, rate = machine.read(f"{folder}/state").strip(), machine.read(f"{folder}/rate").strip()
             (up if "ACTIVE" in state else down).append(f"{card}:{port} ({rate or state})")
     if not up and not down:
-        return ok("InfiniBand", "none here: TCP is used")
+        return ok("InfiniBand", "none; TCP is used")
     if machine.environ.get("NCCL_IB_DISABLE", "0") != "0":
-        return warning(
-            "InfiniBand", f"switched off by NCCL_IB_DISABLE, and here: {', '.join(up + down)}", "unset NCCL_IB_DISABLE"
-        )
+        return warning("InfiniBand", f"NCCL_IB_DISABLE switches off {', '.join(up + down)}", "unset NCCL_IB_DISABLE")
     if not up:
         return problem("InfiniBand", f"no port is active: {', '.join(down)}", "ibstat; sudo systemctl restart opensm")
     if not machine.list("/dev/infiniband"):

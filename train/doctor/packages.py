@@ -1,4 +1,4 @@
-"""Python packages and libraries: do versions fit each other. Read from metadata; torch is not imported."""
+"""Checks of Python packages: do their versions fit each other. Read from metadata, without importing torch."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from train.doctor.finding import Finding, not_applicable, ok, problem
 from train.doctor.machine import Machine
 
 ROOT = Path(__file__).resolve().parents[2]
-"""The checkout."""
+"""The folder of the checkout."""
 _LIBRARIES = ("libcudnn", "libcudart", "libcublas", "libnccl", "libcufft", "libcusparse")
-"""What comes in PyTorch's own wheels, and must not come from elsewhere."""
+"""Libraries in PyTorch's own wheels, which must not be loaded from elsewhere."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,21 +24,21 @@ class Torch:
 
     version: str
     cuda: str | None
-    """The CUDA that it was built for; None: a build without."""
+    """Version of CUDA that torch was built for; None: built without CUDA."""
 
 
 def capabilities(cuda: str) -> tuple[tuple[int, int], tuple[int, int]]:
-    """The lowest and the highest compute capability that PyTorch's wheel for this CUDA has kernels for.
+    """Return the lowest and highest compute capability for which PyTorch's wheel for this CUDA has kernels.
 
-    From RELEASE.md of PyTorch, "Release Compatibility Matrix", for torch 2.7 and later: the wheels up to CUDA 12.6 go
-    from Maxwell (5.0) to Hopper (9.0), those from 12.8 on start at Turing (7.5) and have Blackwell (12.x).
+    Source: RELEASE.md of PyTorch, "Release Compatibility Matrix", for torch 2.7 and later: the wheels up to CUDA 12.6
+    go from Maxwell (5.0) to Hopper (9.0), those from 12.8 on start at Turing (7.5) and have Blackwell (12.x).
     """
     numbers = tuple(int(part) for part in cuda.split(".")[:2])
     return ((7, 5), (12, 1)) if numbers >= (12, 8) else ((5, 0), (9, 0))
 
 
 def folders() -> list[str]:
-    """Where packages are: of this Python; on a host that has not got torch itself, of the checkout's .venv."""
+    """Return the package folders of this Python; of the checkout's .venv if this Python lacks torch."""
     if _version("torch", None) is not None:
         return list(sys.path)
     return [str(path) for path in sorted((ROOT / ".venv").glob("lib/python3*/site-packages"))]
@@ -55,7 +55,7 @@ def _version(name: str, where: list[str] | None) -> str | None:
 
 
 def torch_of() -> Torch | None:
-    """The installed torch, from the file that its build writes (torch/version.py)."""
+    """Return the installed torch, read from torch/version.py, which its build writes."""
     where = folders()
     version = _version("torch", where)
     if version is None:
@@ -71,10 +71,10 @@ def torch_of() -> Torch | None:
 
 
 def checks(machine: Machine) -> Iterator[Finding]:
-    """All checks of packages."""
+    """Yield all checks of packages."""
     torch = torch_of()
     if torch is None:
-        yield not_applicable("packages", "torch is not installed yet: make setup does it, or the image has it")
+        yield not_applicable("packages", "torch is not installed yet: make setup installs it; the image has it")
         return
     yield _cuda(machine, torch)
     yield _pair(torch)
@@ -83,28 +83,28 @@ def checks(machine: Machine) -> Iterator[Finding]:
 
 def _cuda(machine: Machine, torch: Torch) -> Finding:
     if torch.cuda is None and machine.wants_gpus():
-        seen = f"torch {torch.version} was built without CUDA, and would leave the GPUs idle"
+        seen = f"torch {torch.version} was built without CUDA and cannot use the GPUs"
         return problem("torch", seen, "make clean setup" if not machine.is_station else "make rebuild")
-    return ok("torch", f"{torch.version}, {'CUDA ' + torch.cuda if torch.cuda else 'a build without CUDA'}")
+    return ok("torch", f"{torch.version}, {'CUDA ' + torch.cuda if torch.cuda else 'built without CUDA'}")
 
 
 def _pair(torch: Torch) -> Finding:
-    """torchvision 0.(N+15) is built for torch 2.N (README of torchvision, table of versions)."""
+    """Check that torchvision 0.(N+15) is used with torch 2.N (README of torchvision, table of versions)."""
     vision = _version("torchvision", folders())
     if vision is None:
-        return not_applicable("torchvision", "not installed; the task images needs it")
+        return not_applicable("torchvision", "not installed; only the task images needs it")
     mine, theirs = re.match(r"2\.(\d+)", torch.version), re.match(r"0\.(\d+)", vision)
     if mine and theirs and int(theirs.group(1)) != int(mine.group(1)) + 15:
         fitting = f"0.{int(mine.group(1)) + 15}"
-        seen = f"{vision} is built for another torch than {torch.version}: {fitting} is the one that fits"
+        seen = f"{vision} does not fit torch {torch.version}, which needs {fitting}"
         return problem("torchvision", seen, f"pip install 'torchvision=={fitting}.*'")
     return ok("torchvision", vision)
 
 
 def _library_path(machine: Machine) -> Finding:
-    """Libraries of CUDA that would be loaded instead of those in PyTorch's wheels.
+    """Check that LD_LIBRARY_PATH does not replace the CUDA libraries in PyTorch's wheels.
 
-    LD_LIBRARY_PATH beats the paths that the wheels' libraries find each other by (RUNPATH; ld.so(8)).
+    It takes precedence over the paths by which the wheels' libraries find each other (RUNPATH; ld.so(8)).
     """
     traps = []
     for folder in filter(None, machine.environ.get("LD_LIBRARY_PATH", "").split(":")):
@@ -112,8 +112,8 @@ def _library_path(machine: Machine) -> Finding:
         if names:
             traps.append(f"{folder} ({', '.join(sorted(names))})")
     if traps:
-        seen = f"takes CUDA's libraries from {'; '.join(traps)}, instead of those that torch was built with"
+        seen = f"replaces torch's own CUDA libraries by those in {'; '.join(traps)}"
         if "libcudnn" in seen:
             seen += ": two cuDNNs"
         return problem("LD_LIBRARY_PATH", seen, "unset LD_LIBRARY_PATH")
-    return ok("LD_LIBRARY_PATH", "takes nothing from beside torch's own libraries")
+    return ok("LD_LIBRARY_PATH", "does not replace torch's own libraries")

@@ -1,4 +1,4 @@
-"""The user: libraries ask for a name, a home and folders for what they compile."""
+"""Checks of the user. Libraries need a user name, a home folder and folders for compiled code."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from train.doctor.machine import Machine
 
 
 def checks(machine: Machine) -> Iterator[Finding]:
-    """All checks of the user that this process runs as."""
+    """Yield all checks of the user of this process."""
     environ, number = machine.environ, os.getuid()
     name, home, compiled = caches.user_name(environ), caches.home(environ), caches.inductor(environ)
     if name:
         yield ok("user name", f"{name} (uid {number})")
     else:
-        yield warning("user name", f"uid {number} has none; runs get the name uid{number}", "export USER=me LOGNAME=me")
+        yield warning("user name", f"uid {number} has no name; runs use uid{number}", "export USER=me LOGNAME=me")
     if home is None:
         given = environ.get("HOME")
-        seen = f"{given} is no folder" if given else "there is none"
-        yield warning("home folder", f"{seen}; runs get one for caches", "export HOME=/a/folder/of/yours")
+        seen = f"{given} is not a folder" if given else "the user has none"
+        yield warning("home folder", f"{seen}; runs use a private folder for caches", "export HOME=/a/folder/of/yours")
     elif not os.access(str(home), os.W_OK | os.X_OK):
-        seen = f"{home} cannot be written; runs get other folders for caches"
+        seen = f"{home} is not writable; runs use private folders for caches"
         yield warning("home folder", seen, "export HOME=/a/folder/of/yours")
     else:
         yield ok("home folder", str(home))
@@ -34,7 +34,7 @@ def _caches(machine: Machine, compiled: str) -> Finding:
     name, lacking = "cache folders", caches.lacking(machine.environ)
     if not lacking:
         return ok(name, f"compiled code goes to {compiled}")
-    seen = f"{', '.join(lacking)}: the usual place is missing, cannot be written, or belongs to another user"
+    seen = f"{', '.join(lacking)}: the default folder is missing, not writable, or belongs to another user"
     if not caches.has_place():
-        return problem(name, f"{seen}; nor is there a place for private ones", "export TMPDIR=/a/folder/of/yours")
-    return warning(name, f"{seen}; runs get private ones", f"export {lacking[0]}=/a/folder/of/yours")
+        return problem(name, f"{seen}, and there is no place for private folders", "export TMPDIR=/a/folder/of/yours")
+    return warning(name, f"{seen}; runs use private folders", f"export {lacking[0]}=/a/folder/of/yours")

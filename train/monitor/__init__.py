@@ -1,1 +1,1 @@
-"""Runs and GPUs as seen from outside, for `train top` and `train exporter`. Imports no torch."""
+"""Observe runs and GPUs from outside, for `train top` and `train exporter`. Imports no torch."""

@@ -1,8 +1,8 @@
-"""`train exporter`: figures of runs, GPUs and the disk for Prometheus, over HTTP; collected when it asks.
+"""`train exporter`: serve metrics of runs, GPUs and the disk to Prometheus over HTTP. Collected on each request.
 
-Named as Prometheus' conventions have it (prometheus.io/docs/practices/naming): base units, `_total` for what only
-grows, times as seconds since the epoch. How many series there can be is bounded: all live runs, those that alerts are
-about, the most recent of the others, and the ranks of each.
+Names follow Prometheus' conventions (prometheus.io/docs/practices/naming): base units, `_total` for counters, times
+as seconds since the epoch. The number of series is bounded: all live runs, runs with an alert, the most recent of the
+others, and the ranks of each.
 """
 
 from __future__ import annotations
@@ -39,60 +39,60 @@ from train.run.run_folder import Run, seconds_of
 log = logging.getLogger("train.exporter")
 
 _MOST = 400
-"""Runs, at most, that live or that alerts are about. A machine that has more has another problem."""
+"""Maximum number of runs that are live or have an alert."""
 _FAILED_FOR = 86400.0
-"""Seconds that an alert is about a failed run: as TrainRunFailed has it."""
+"""Seconds a failed run has an alert, as in TrainRunFailed."""
 
 RUN, RANK, GPU = ("run",), ("run", "rank"), ("gpu", "uuid")
 
 FIGURES: dict[str, tuple[Sequence[str], str]] = {
     "train_runs": (("state",), "Runs in the folder, by state"),
     "train_runs_damaged": ((), "Run folders that cannot be read"),
-    "train_runs_left_out": ((), "Runs of which nothing else is told: they ended before the most recent ones"),
-    "train_runs_disk_free_bytes": ((), "Left for users on the disk with the runs"),
+    "train_runs_left_out": ((), "Runs without further metrics, because they ended before the most recent ones"),
+    "train_runs_disk_free_bytes": ((), "Free space on the disk with the runs, for ordinary users"),
     "train_runs_disk_size_bytes": ((), "Size of the disk with the runs"),
-    "train_run_info": ((*RUN, "task", "device"), "1; what the run trains, and on what"),
-    "train_run_state": ((*RUN, "state"), "1 for the state the run is in, 0 for the others"),
-    "train_run_phase": ((*RUN, "phase"), "1 for what a run does while an attempt runs, 0 for the others"),
-    "train_run_step": (RUN, "The last step made, counted from 1; falls back when a run continues from a checkpoint"),
-    "train_run_target_steps": (RUN, "Steps the run is to make"),
-    "train_run_epoch": (RUN, "The epoch it is in, counted from 1"),
+    "train_run_info": ((*RUN, "task", "device"), "Always 1; the task and the device of the run"),
+    "train_run_state": ((*RUN, "state"), "1 for the state of the run, 0 for the others"),
+    "train_run_phase": ((*RUN, "phase"), "1 for what the run does during an attempt, 0 for the others"),
+    "train_run_step": (RUN, "Last finished step, counted from 1; falls when a run continues from a checkpoint"),
+    "train_run_target_steps": (RUN, "Steps after which the run ends"),
+    "train_run_epoch": (RUN, "Present epoch, counted from 1"),
     "train_run_ranks": (RUN, "Ranks of the last attempt"),
-    "train_run_loss": (RUN, "Loss of the last step that was told"),
-    "train_run_learning_rate": (RUN, "Learning rate of the last step that was told, while it lives"),
-    "train_run_samples_per_second": (RUN, "Samples that all ranks train on in a second, while it lives"),
-    "train_run_step_duration_seconds": (RUN, "Time of a step, while it lives"),
-    "train_run_data_wait_ratio": (RUN, "Share of a step in which rank 0 waits for data, 0 to 1, while it lives"),
-    "train_run_peak_memory_bytes": (RUN, "The most memory so far: of rank 0's GPU, or of its process on a CPU"),
-    "train_run_last_progress_timestamp_seconds": (RUN, "When a rank last got on, while any runs; not told of scripts"),
-    "train_run_started_timestamp_seconds": (RUN, "When it was first started"),
-    "train_run_ended_timestamp_seconds": (RUN, "When it ended"),
-    "train_run_attempts_total": (RUN, "Times it was started"),
-    "train_run_deaths_total": (RUN, "Attempts that died and were started again, or wait for it"),
+    "train_run_loss": (RUN, "Loss of the last line of metrics.jsonl"),
+    "train_run_learning_rate": (RUN, "Learning rate of the last line of metrics.jsonl, while the run lives"),
+    "train_run_samples_per_second": (RUN, "Samples per second of all ranks, while the run lives"),
+    "train_run_step_duration_seconds": (RUN, "Duration of a step, while the run lives"),
+    "train_run_data_wait_ratio": (RUN, "Share of a step in which rank 0 waits for data, 0 to 1, while the run lives"),
+    "train_run_peak_memory_bytes": (RUN, "Peak memory so far: of rank 0's GPU, or of its process on a CPU"),
+    "train_run_last_progress_timestamp_seconds": (RUN, "Last progress of any rank, while one runs; not for scripts"),
+    "train_run_started_timestamp_seconds": (RUN, "Time of the first start"),
+    "train_run_ended_timestamp_seconds": (RUN, "Time of the end"),
+    "train_run_attempts_total": (RUN, "Number of attempts"),
+    "train_run_deaths_total": (RUN, "Attempts that died, whether or not they were restarted yet"),
     "train_run_checkpoint_step": (RUN, "Step of the newest checkpoint"),
-    "train_run_checkpoint_timestamp_seconds": (RUN, "When the newest checkpoint was made"),
-    "train_rank_step": (RANK, "The last step that a rank of a live run has made"),
-    "train_rank_last_beat_timestamp_seconds": (RANK, "When a rank of a live run last got on"),
-    "train_rank_resident_memory_bytes": (RANK, "Memory of a rank's process, where it is seen from here"),
+    "train_run_checkpoint_timestamp_seconds": (RUN, "Time of the newest checkpoint"),
+    "train_rank_step": (RANK, "Last finished step of a rank of a live run"),
+    "train_rank_last_beat_timestamp_seconds": (RANK, "Last progress of a rank of a live run"),
+    "train_rank_resident_memory_bytes": (RANK, "Memory of a rank's process, if it is visible from here"),
     "train_rank_gpu_memory_bytes": (
         RANK,
-        "Memory that a rank has on GPUs; in a container only the GPUs' totals are known",
+        "GPU memory of a rank; in a container only the GPUs' totals are known",
     ),
-    "train_gpu_info": ((*GPU, "name"), "1; which GPU this is"),
-    "train_gpu_up": (GPU, "1: it answers; 0: it was there since the exporter began, and is gone or does not answer"),
-    "train_gpu_utilization_ratio": (GPU, "Share of the time in which it computed, 0 to 1"),
-    "train_gpu_memory_used_bytes": (GPU, "Its memory that is taken"),
-    "train_gpu_memory_size_bytes": (GPU, "Its memory"),
-    "train_gpu_temperature_celsius": (GPU, "How hot it is"),
-    "train_gpu_slowdown_temperature_celsius": (GPU, "How hot it may be before it slows itself down"),
-    "train_gpu_power_watts": (GPU, "Power it takes"),
-    "train_gpu_power_limit_watts": (GPU, "Power it may take"),
-    "train_gpu_ecc_errors_total": ((*GPU, "kind"), "Errors of its memory since it was made: corrected, uncorrected"),
-    "train_gpu_throttled": ((*GPU, "reason"), "1 for each reason why its clocks are lower than they could be"),
-    "train_keeper_last_seen_timestamp_seconds": ((), "When this user's keeper was last seen alive, until it ends"),
-    "train_exporter_info": (("version",), "1; the version of train"),
-    "train_exporter_look_duration_seconds": ((), "Time that looking took for this answer"),
-    "train_exporter_problems_total": ((), "Looks that failed in a way nobody foresaw; the exporter's log names them"),
+    "train_gpu_info": ((*GPU, "name"), "Always 1; the name of the GPU"),
+    "train_gpu_up": (GPU, "1: the GPU answers; 0: it has answered this exporter before, and does not now"),
+    "train_gpu_utilization_ratio": (GPU, "Share of the time in which the GPU computed, 0 to 1"),
+    "train_gpu_memory_used_bytes": (GPU, "Used memory of the GPU"),
+    "train_gpu_memory_size_bytes": (GPU, "Memory of the GPU"),
+    "train_gpu_temperature_celsius": (GPU, "Temperature of the GPU"),
+    "train_gpu_slowdown_temperature_celsius": (GPU, "Temperature from which the GPU slows down"),
+    "train_gpu_power_watts": (GPU, "Power the GPU uses"),
+    "train_gpu_power_limit_watts": (GPU, "Power limit of the GPU"),
+    "train_gpu_ecc_errors_total": ((*GPU, "kind"), "Memory errors over the life of the GPU: corrected, uncorrected"),
+    "train_gpu_throttled": ((*GPU, "reason"), "1 for each reason that lowers the GPU's clocks"),
+    "train_keeper_last_seen_timestamp_seconds": ((), "Last sign of life of this user's keeper, until it ends"),
+    "train_exporter_info": (("version",), "Always 1; the version of train"),
+    "train_exporter_look_duration_seconds": ((), "Time spent on collecting this answer"),
+    "train_exporter_problems_total": ((), "Collections that failed unexpectedly; see the log of the exporter"),
 }
 
 
@@ -102,24 +102,24 @@ _OF_PROGRESS = {
     "train_run_step_duration_seconds": "step_time", "train_run_data_wait_ratio": "waits",
     "train_run_peak_memory_bytes": "memory",
 }  # fmt: skip
-"""Figures that are fields of run_status.Progress."""
+"""Maps a metric to a field of run_status.Progress."""
 _OF_GPU = {
     "train_gpu_utilization_ratio": "use", "train_gpu_memory_used_bytes": "memory_used",
     "train_gpu_memory_size_bytes": "memory_size", "train_gpu_temperature_celsius": "celsius",
     "train_gpu_slowdown_temperature_celsius": "celsius_slowdown", "train_gpu_power_watts": "watts",
     "train_gpu_power_limit_watts": "watts_limit",
 }  # fmt: skip
-"""Figures that are fields of gpus.GpuState."""
+"""Maps a metric to a field of gpus.GpuState."""
 
 
 @dataclasses.dataclass
 class Figures:
-    """Samples, gathered under the names of FIGURES."""
+    """Samples of the metrics in FIGURES."""
 
     _families: dict[str, GaugeMetricFamily | CounterMetricFamily] = dataclasses.field(default_factory=dict)
 
     def add(self, name: str, value: float | None, *labels: str) -> None:
-        """A sample; None: there is none."""
+        """Add a sample, unless the value is None."""
         if value is None:
             return
         family = self._families.get(name)
@@ -130,19 +130,19 @@ class Figures:
         family.add_metric(list(map(clean, labels)), value)
 
     def one_of(self, name: str, chosen: str, choices: Iterable[str], *labels: str) -> None:
-        """1 for the one of the choices that holds, 0 for the others."""
+        """Add 1 for the chosen one of these choices, and 0 for the others."""
         for choice in choices:
             self.add(name, float(choice == chosen), *labels, choice)
 
     def families(self) -> list[Metric]:
-        """All that was gathered, in the order of FIGURES."""
+        """Return all samples, in the order of FIGURES."""
         return [self._families[name] for name in FIGURES if name in self._families]
 
 
 def clean(label: str) -> str:
-    """A label that UTF-8 holds and a terminal shows: a folder's name may be any bytes, and a record have any text.
+    """Return a label in valid, printable UTF-8. The name of a folder may be any bytes, and a record any text.
 
-    Escaped, not replaced: two names that differ stay two. The library escapes the ends of lines itself.
+    Characters are escaped, not replaced, so that different names stay different. The library escapes line ends.
     """
     return "".join(
         letter if letter.isprintable() or letter == "\n" else letter.encode("unicode_escape").decode()
@@ -151,7 +151,7 @@ def clean(label: str) -> str:
 
 
 class Collector(prometheus_client.registry.Collector):
-    """What Prometheus' library asks for figures. It never raises: what fails is left out, counted and logged."""
+    """Collects the metrics for Prometheus' library. Never raises: what fails is left out, counted and logged."""
 
     def __init__(self, folder: Path, recent: int) -> None:
         self._runs, self._recent = run_status.Runs(folder), recent
@@ -179,12 +179,12 @@ class Collector(prometheus_client.registry.Collector):
         except Exception as error:
             self._problems += 1
             line = f"{what}: {type(error).__name__}: {one_line(error)}"
-            if line not in self._reported and len(self._reported) < 100:  # once: it will come again with the next look
+            if line not in self._reported and len(self._reported) < 100:  # log it once, though each look repeats it
                 self._reported.add(line)
                 log.warning("cannot look at %s", screen.printable(line))
 
     def _add_disk(self, figures: Figures) -> None:
-        folder = self._runs.folder  # there is none before the first run
+        folder = self._runs.folder  # it does not exist before the first run
         disk = os.statvfs(next(each for each in (folder, *folder.parents) if each.exists()))
         figures.add("train_runs_disk_free_bytes", disk.f_bavail * disk.f_frsize)
         figures.add("train_runs_disk_size_bytes", disk.f_blocks * disk.f_frsize)
@@ -195,14 +195,14 @@ class Collector(prometheus_client.registry.Collector):
         for name in states.ALL:
             figures.add("train_runs", counts[name], name)
         figures.add("train_runs_damaged", self._runs.damaged)
-        now = time.time()  # one point in time: none is in both
-        wanted = [record for record in records if _is_wanted(record, now)]  # those that live come first
+        now = time.time()  # one time for both lists, so that no run is in both
+        wanted = [record for record in records if _is_wanted(record, now)]  # live runs come first
         others = [record for record in records if not _is_wanted(record, now)]
         shown = wanted[:_MOST] + others[: self._recent]
         figures.add("train_runs_left_out", len(records) - len(shown))
         taken: dict[int, float] = {}
         for gpu in self._last_gpus:
-            for pid, size in gpu.processes.items():  # a process may compute on several
+            for pid, size in gpu.processes.items():  # a process may use several GPUs
                 taken[pid] = taken.get(pid, 0.0) + size
         for record in shown:
             self._try(f"the run {record['name']!a}", functools.partial(self._add_run, figures, record, taken))
@@ -212,7 +212,7 @@ class Collector(prometheus_client.registry.Collector):
         run = Run(self._runs.folder / name)
         lives, progress = run_status.is_alive(record), run_status.progress(run, record)
         device = record.get("device") or ""
-        what = record.get("task") or Path(record.get("script") or "").name  # where it lies is not published
+        what = record.get("task") or Path(record.get("script") or "").name  # the path is not published
         figures.add("train_run_info", 1, name, what[:64], device[:16])
         figures.one_of("train_run_state", record["state"], states.ALL, name)
         figures.add("train_run_epoch", record["epoch"], name)
@@ -264,7 +264,7 @@ class Collector(prometheus_client.registry.Collector):
 
 
 def _is_wanted(record: Record, now: float) -> bool:
-    """Whether a run lives, or an alert is about it: whatever has ended later must not hide it."""
+    """Whether a run is live or has an alert. Runs that ended later must not displace it."""
     if record["state"] == states.FAILED:
         return (seconds_of(record.get("ended")) or 0.0) > now - _FAILED_FOR
     return record["state"] == states.INTERRUPTED or run_status.is_alive(record)
@@ -274,7 +274,7 @@ def serve(runs: Path, address: str, port: int, recent: int) -> NoReturn:
     """Serve until SIGTERM or SIGINT, then exit.
 
     Raises:
-        Refused: the address or the port cannot be had.
+        Refused: the address or the port is not available.
     """
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(EXIT_FINISHED))
     logging.basicConfig(format="train: %(message)s", level=logging.INFO)
@@ -288,6 +288,6 @@ def serve(runs: Path, address: str, port: int, recent: int) -> NoReturn:
         raise Refused(f"--address {address} --port {port}: {why}; give another address or port") from None
     host = str(server.server_address[0])
     shown = f"[{host}]" if ":" in host else host
-    print(f"figures of {runs} on http://{shown}:{port}/metrics", flush=True)
+    print(f"metrics of {runs} at http://{shown}:{port}/metrics", flush=True)
     thread.join()
     sys.exit(EXIT_FINISHED)

@@ -1,7 +1,7 @@
-"""Runs as they stand at one moment: what run.json, the last line of metrics.jsonl and the signs of life say.
+"""The present status of runs, from run.json, the last line of metrics.jsonl and the signs of life.
 
-The run itself is not asked, and the engine of a cluster that has it only now and then: looking costs training nothing,
-and finds also runs that died.
+The run itself is not asked, so that looking costs training nothing, and runs that died are found, too. The engine of a
+cluster is asked only now and then.
 """
 
 from __future__ import annotations
@@ -29,25 +29,25 @@ ALIVE = (states.CREATED, states.QUEUED, states.RUNNING)
 _ENDED = (states.STOPPED, states.FAILED, states.FINISHED)
 _BEAT = re.compile(r"rank(\d{1,6})\.beat")
 ASK_EVERY = 15.0
-"""Seconds between an answer of an engine and the next question."""
+"""Seconds between an answer of an engine and the next query."""
 MOST_RANKS = 1024
-"""Of one run on one machine. A damaged run.json may say any number."""
+"""Maximum number of ranks of a run on one machine. A damaged run.json may contain any number."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Rank:
-    """A rank of the attempt that runs, on this machine."""
+    """A rank of the current attempt on this machine."""
 
     number: int
     beat: Beat | None
-    """None: it has shown no sign of life yet."""
+    """The last sign of life; None: there was none yet."""
     beaten: float
-    """When it showed the last one, in seconds since the epoch; 0.0: never."""
+    """Time of the last sign of life, in seconds since the epoch; 0.0: never."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Progress:
-    """How far a run is, and how fast. None: it is not known."""
+    """Progress and speed of a run. None: unknown."""
 
     step: int
     total: int | None
@@ -56,23 +56,23 @@ class Progress:
     """Learning rate."""
     samples_per_s: float | None
     waits: float | None
-    """The share of a step in which rank 0 waited for data, from 0 to 1."""
+    """Share of a step in which rank 0 waited for data, from 0 to 1."""
     step_time: float | None
-    """Seconds."""
+    """Seconds of a step."""
     memory: float | None
-    """Bytes, the highest so far: of rank 0's GPU, or of its process on a CPU."""
+    """Peak memory in bytes: of rank 0's GPU, or of its process on a CPU."""
 
 
 @dataclasses.dataclass
 class _EngineStatus:
-    """The last answer of a cluster's engine about its jobs; it is asked in the background."""
+    """The last answer of a cluster's engine about its jobs. The engine is asked in the background."""
 
     name: str
     at: str | None
     jobs: Mapping[str, JobStatus] | None = None
-    """The last answer; None: there was none yet."""
+    """The last answer; None: none yet."""
     asked: float = 0.0
-    """When that was asked, in seconds since the epoch."""
+    """Time of the query behind the last answer, in seconds since the epoch."""
     due: float = 0.0
     thread: threading.Thread | None = None
 
@@ -85,24 +85,24 @@ class _EngineStatus:
         begun = time.time()
         try:
             self.jobs, self.asked = engine(self.name).jobs(self.at), begun
-        except Refused:  # the last answer is what there is
+        except Refused:  # keep the last answer
             pass
         finally:
             self.due = time.monotonic() + ASK_EVERY
 
 
 class Engines:
-    """The engines that have runs of a folder. Gives their last answer, and waits for no cluster."""
+    """The engines of the submitted runs in a folder. Returns their last answer without waiting for a cluster."""
 
     def __init__(self) -> None:
         self._places: dict[tuple[str, str | None], _EngineStatus] = {}
 
     def seen(self, record: Record, changed: float) -> Record:
-        """A record with its effective state, as far as it is known.
+        """Return a record with its effective state, as far as known.
 
         Args:
-            record: as the run folder shows it.
-            changed: when it was written last, in seconds since the epoch. An answer from before that does not count.
+            record: the record in the run folder.
+            changed: time of its last change, in seconds since the epoch. Older answers are ignored.
         """
         if not jobs.is_submitted(record) or record["state"] in (states.FINISHED, states.FAILED):
             return record
@@ -112,7 +112,7 @@ class Engines:
         return jobs.with_job_status(record, place.jobs if place.asked > changed else None)
 
     def wait(self, seconds: float) -> None:
-        """Until those that are being asked have answered, at most so long."""
+        """Wait until the queried engines have answered, at most so many seconds."""
         until = time.monotonic() + seconds
         for place in self._places.values():
             if place.thread is not None:
@@ -120,23 +120,23 @@ class Engines:
 
 
 class Runs:
-    """Looks at a folder of runs again and again. What cannot have changed is not read again."""
+    """Reads a folder of runs repeatedly. Skips records that cannot have changed."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.damaged = 0
-        """Run folders that could not be read when they were last looked at."""
+        """Number of run folders that could not be read the last time."""
         self._known: dict[str, tuple[tuple[int, ...], Record]] = {}
         self.engines = Engines()
 
     def records(self, names: list[str] | None = None) -> list[Record]:
-        """run.json with the effective state: of those that live first, then of those that ended last.
+        """Return the records with their effective state: live runs first, then those that ended last.
 
         Args:
-            names: of these runs alone.
+            names: only these runs.
 
         Raises:
-            OSError: the folder is there and cannot be read.
+            OSError: the folder exists and cannot be read.
         """
         found, self.damaged = {}, 0
         with contextlib.suppress(FileNotFoundError):  # before the first run
@@ -149,48 +149,48 @@ class Runs:
                 if record["state"] not in states.ALL:
                     raise Refused(f"an unknown state: {record['state']}")
                 found[run.name] = record
-            except Exception:  # being removed, or damaged (train ls says so): it must not hide the others
+            except Exception:  # a run that is being removed or is damaged (train ls says so) must not hide the others
                 self.damaged += run.folder.exists()
         self._known = {name: known for name, known in self._known.items() if name in found}
         newest_first = sorted(found.values(), key=self._last_change, reverse=True)
         return sorted(newest_first, key=lambda record: record["state"] not in ALIVE)  # stable
 
     def _last_change(self, record: Record) -> float:
-        """When a run ended. One that was killed could not say so: the file of its record was written last before."""
+        """Return when a run ended. For a killed run, return when its record was last written."""
         if record["state"] in (states.INTERRUPTED, states.COPY):
             with contextlib.suppress(OSError):
                 return (self.folder / record["name"] / "run.json").stat().st_mtime
         return run_folder.seconds_of(record.get("ended") or record.get("started")) or 0.0
 
     def _record(self, run: Run) -> tuple[Record, float]:
-        """What the folder of a run shows, and when that was written, in seconds since the epoch."""
+        """Return the record of a run, and when the record was written, in seconds since the epoch."""
         status = (run.folder / "run.json").stat()
         mark = (status.st_mtime_ns, status.st_ino, status.st_size)
         known = self._known.get(run.name)
         if known is not None and known[0] == mark:
             return known[1], status.st_mtime
         record = run.read_effective()
-        if record["state"] in _ENDED:  # any other state can change without this file
+        if record["state"] in _ENDED:  # other states can change without this file
             self._known[run.name] = mark, record
         return record, status.st_mtime
 
 
 def is_alive(record: Record) -> bool:
-    """Whether the run has not ended, or is about to begin."""
+    """Whether the run has not ended, or is about to start."""
     return record["state"] in ALIVE
 
 
 def is_at_work(record: Record) -> bool:
-    """Whether an attempt runs. Else what the last one left (its start, its ranks' signs of life) is no news of the run.
+    """Whether an attempt runs. If not, the signs of life of the last attempt say nothing about the present.
 
-    One that an engine has put back, or whose nodes gather, or that is being resumed waits: nothing of it stands still.
+    No attempt runs while an engine has the run queued again, while its nodes gather, or while it is being resumed.
     """
     attempt = record["attempts"][-1] if record["attempts"] else None
     return record["state"] == states.RUNNING and attempt is not None and attempt["end"] is None
 
 
 def progress(run: Run, record: Record) -> Progress:
-    """How far a run is. Of one that has ended the speed is left out."""
+    """Return the progress of a run. For an ended run the speed is None."""
     record = metrics.up_to_date(run, record)
     line: Any = (metrics.last_training(run) if is_alive(record) else None) or {}
     logs = last_logs(run, record) if is_alive(record) else None
@@ -205,14 +205,14 @@ def progress(run: Run, record: Record) -> Progress:
 
 
 def last_logs(run: Run, record: Record) -> Path | None:
-    """Where the ranks of the last attempt write; None: there was none."""
+    """Return the folder with the logs of the last attempt; None if there was no attempt."""
     return run.logs(record["attempts"][-1]["number"]) if record["attempts"] else None
 
 
 def ranks(run: Run, record: Record) -> list[Rank]:
-    """The ranks of the attempt that runs, those that have shown no sign of life yet among them.
+    """Return the ranks of the current attempt, including those without a sign of life yet.
 
-    Of a run on several machines, those that have shown one here: which others are to is not written down.
+    For a run on several machines, return only ranks with a sign of life here: which others belong here is not recorded.
     """
     logs = last_logs(run, record)
     if logs is None:
@@ -233,9 +233,9 @@ def ranks(run: Run, record: Record) -> list[Rank]:
 
 
 def moved(record: Record, found: list[Rank]) -> float | None:
-    """When a run at work last showed progress, in seconds since the epoch; None: a script's steps are its own.
+    """Return when a run at work last showed progress, in seconds since the epoch; None for a script.
 
-    Whichever rank it was: one that is through with its part waits for the others without a sign.
+    The latest sign of any rank counts: a rank that has done its part waits for the others without a sign.
     """
     if record.get("script") or not record["attempts"]:
         return None
@@ -244,7 +244,7 @@ def moved(record: Record, found: list[Rank]) -> float | None:
 
 
 def doing(found: list[Rank]) -> str:
-    """What a run does, one of heartbeat.NAMES: of its ranks the one that is behind tells."""
+    """Return what a run does, one of heartbeat.NAMES, as shown by the rank that is furthest behind."""
     beats = [rank.beat for rank in found if rank.beat is not None]
     behind = min(beats, key=lambda beat: (beat.step, beat.count), default=None)
     phase = behind.phase if behind is not None else heartbeat.STARTING
@@ -252,20 +252,20 @@ def doing(found: list[Rank]) -> str:
 
 
 def process(record: Record, rank: Rank) -> Any:
-    """psutil's view of a rank; None where it is not seen from here: on another machine, beyond a container's wall."""
+    """Return psutil's view of a rank; None if it is not visible: on another machine, or outside this container."""
     import psutil
 
     if rank.beat is None or record.get("host") != socket.gethostname():
         return None
     with contextlib.suppress(psutil.Error, ValueError, OverflowError):
         found = psutil.Process(rank.beat.pid)
-        if found.create_time() <= rank.beaten + 1:  # else it is dead, and its number another's
+        if found.create_time() <= rank.beaten + 1:  # otherwise the rank is dead, and another process has its number
             return found
     return None
 
 
 def saved(run: Run) -> tuple[int, float] | None:
-    """Step of the newest checkpoint, and when it was made, in seconds since the epoch."""
+    """Return the step of the newest checkpoint, and when it was written, in seconds since the epoch."""
     for step in run.steps_saved():
         with contextlib.suppress(OSError):
             return step, run.checkpoint(step).stat().st_mtime
@@ -273,7 +273,7 @@ def saved(run: Run) -> tuple[int, float] | None:
 
 
 def deaths(record: Record) -> int:
-    """How many attempts died. One that was killed as a whole is recorded only when the next begins."""
+    """Return how many attempts died. The death of a killed agent is recorded only when the next attempt starts."""
     ends = [attempt["end"] for attempt in record["attempts"]]
     unsaid = record["state"] in (states.INTERRUPTED, states.COPY) and ends[-1:] == [None]
     return ends.count("died") + unsaid

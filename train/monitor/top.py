@@ -1,4 +1,4 @@
-"""What `train top` shows: the runs, their ranks and the GPUs at one moment, as rows of text. Imports no torch."""
+"""The page of `train top`: the runs, their ranks and the GPUs at one moment, as rows of text. Imports no torch."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ _NONE = "-"
 _WAITING = (states.CREATED, states.QUEUED, states.INTERRUPTED, states.COPY)
 STYLE = {"head": "bold", "rank": "dim", "gpu": "cyan", states.RUNNING: "green", states.FAILED: "red"}
 STYLE |= dict.fromkeys(_WAITING, "yellow")
-"""How rich draws a line of each kind."""
+"""Maps a kind of line to its style in rich."""
 _LARGE = 1e9
-"""A figure from here on is not written out, and a time (of some thirty years) is none: a run may say anything."""
+"""Larger numbers are shortened, and longer times (over thirty years) are not shown: run.json may contain anything."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,11 +35,11 @@ class Line:
 
     text: str
     kind: str
-    """head, the state of a run, rank or gpu: how it is coloured."""
+    """Sets the colour: head, rank, gpu, or the state of a run."""
 
 
 class Page:
-    """Looks at a folder of runs again and again. It remembers only what speeds are computed from."""
+    """Reads a folder of runs repeatedly. It remembers only what it needs to compute speeds."""
 
     def __init__(self, runs: Path, names: list[str] | None = None) -> None:
         self.runs, self.names = runs, names or []
@@ -49,13 +49,13 @@ class Page:
         self._cards: list[GpuState] = []
 
     def ask(self, seconds: float) -> None:
-        """Give clusters that have runs of these so long to say how they stand."""
+        """Wait at most so many seconds until clusters have reported the state of these runs."""
         self._looked.records(self.names)
         self._looked.engines.wait(seconds)
 
     def rows(self, columns: int, lines: int) -> list[Line]:
-        """The page as it stands now, cut to what fits: those that live first, then those that ended last."""
-        # names and reasons are others' words
+        """Return the present page, cut to what fits: live runs first, then those that ended last."""
+        # names and reasons may contain control characters
         return [Line(screen.printable(row.text), row.kind) for row in self._rows(columns, lines)]
 
     def _rows(self, columns: int, lines: int) -> list[Line]:
@@ -65,7 +65,7 @@ class Page:
         rows += [Line(_gpu_line(gpu), "gpu") for gpu in self._cards]
         rows.append(Line("", "head"))
         if not records:
-            return [*rows, Line(f"no runs in {self.runs}; a first one: train launch digits", "head")]
+            return [*rows, Line(f"no runs in {self.runs} yet; start one: train launch digits", "head")]
         heading = ["NAME", "STATE", "STEP", "LOSS", "SAMPLES/S", "WAIT", "LEFT"]
         body = [_line_of(Run(self.runs / record["name"]), record) for record in records]
         shown = screen.table([heading, *body], columns, spare=(5, 6)).splitlines()
@@ -78,7 +78,7 @@ class Page:
                 rows.append(Line(f"  {one_line(record['reason'])}", "rank"))
         if len(rows) > lines:
             left_out = len(rows) - lines + 1
-            rows = [*rows[: lines - 1], Line(f"… {left_out} lines more; name runs to see them: train top NAME", "head")]
+            rows = [*rows[: lines - 1], Line(f"… {left_out} more lines; to see one run: train top NAME", "head")]
         return rows
 
     def _summary(self, count: int, alive: int) -> str:
@@ -93,10 +93,10 @@ class Page:
         )
 
     def _ranks(self, record: Record) -> list[str]:
-        """A line a rank of the attempt that runs: what it is doing, and what it takes."""
+        """Return one line per rank of the current attempt: what it does, and what it uses."""
         visible, cards = _visible(record), {gpu.number: gpu for gpu in self._cards}
         run, lines = Run(self.runs / record["name"]), []
-        for place, rank in enumerate(run_status.ranks(run, record)):  # its place on this machine
+        for place, rank in enumerate(run_status.ranks(run, record)):  # index on this machine
             what = f"{run_status.doing([rank]):<10} step {rank.beat.step:<8}" if rank.beat else f"{'starting':<24}"
             card = cards.get(visible[place]) if place < len(visible) else None
             gpu = _use_by(rank, run, card) if card is not None and record.get("device") == "cuda" else ""
@@ -104,23 +104,23 @@ class Page:
         return lines
 
     def _taken(self, found: Any) -> str:
-        """Processor and memory of a process; '-' where it is not seen from here."""
+        """Return CPU and memory of a process; '-' if it is not visible from here."""
         import psutil
 
         if found is not None:
             known = self._processes.get(found.pid)
-            is_new = known is None or known != found  # psutil compares when they were made, too
+            is_new = known is None or known != found  # psutil also compares the start times
             process = self._processes[found.pid] = found if known is None or is_new else known
             with contextlib.suppress(psutil.Error):
                 percent, size = process.cpu_percent(), process.memory_info().rss
-                if is_new:  # no look before this one: over all its life
+                if is_new:  # first look: the mean over its whole life
                     percent = 100 * sum(process.cpu_times()[:2]) / max(time.time() - process.create_time(), 0.01)
                 return f"cpu {percent:4.0f} %  mem {size / 2**30:5.1f} GiB"
         return f"cpu {_NONE:>4}    mem {_NONE:>5}    "
 
 
 def _is_explained(record: Record) -> bool:
-    """Whether there is a reason to show: why a run has ended, or how it stands where its ranks are not seen."""
+    """Whether to show the reason: why a run ended, or the state of a submitted run whose ranks are not visible."""
     unseen = run_status.is_alive(record) and jobs.is_submitted(record) and not record["attempts"]
     return bool(record.get("reason")) and (
         unseen or record["state"] in (states.FAILED, states.INTERRUPTED, states.COPY)
@@ -128,7 +128,7 @@ def _is_explained(record: Record) -> bool:
 
 
 def _visible(record: Record) -> list[int]:
-    """Which GPU each rank on this machine has."""
+    """Return the GPU of each rank on this machine."""
     chosen = str(record.get("gpus") or "")
     ids = [int(part) for part in chosen.split(",") if part.strip().isdecimal()]
     return ids or list(range(min(record["world_size"] or 1, run_status.MOST_RANKS)))
@@ -159,7 +159,7 @@ def _gpu_line(gpu: GpuState) -> str:
 
 
 def _use_by(rank: run_status.Rank, run: Run, gpu: GpuState) -> str:
-    """Use of a rank's GPU, and the rank's memory there. Where it is not found among the processes: that of all."""
+    """Return the use of a rank's GPU and the rank's memory there, or the memory of all processes if unknown."""
     pid = process_of(rank.beat.pid, run.folder / "lock", gpu.processes) if rank.beat else None
     if pid is None:
         return _use(gpu) and f"{_use(gpu)} in all"
@@ -167,7 +167,7 @@ def _use_by(rank: run_status.Rank, run: Run, gpu: GpuState) -> str:
 
 
 def _use(gpu: GpuState) -> str:
-    """Use and memory of one."""
+    """Return use and memory of a GPU."""
     if gpu.use is None or gpu.memory_used is None or gpu.memory_size is None:
         return ""
     used, size = gpu.memory_used / 2**30, gpu.memory_size / 2**30

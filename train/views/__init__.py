@@ -1,1 +1,1 @@
-"""What people read of runs: listing, logs, plots, reports. Imports no torch."""
+"""What people read about runs: listing, logs, plots, reports. Imports no torch."""

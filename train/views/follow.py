@@ -1,4 +1,4 @@
-"""Watching a run from outside: its progress, how it stands at a cluster, its end. Imports no torch."""
+"""`--follow`: show the progress of a run, its state on a cluster, and its end. Imports no torch."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ from train.supervise.decide import CODES
 from train.views.listing import with_reason
 
 _LOOK_EVERY, _ASK_EVERY = 0.2, 2.0
-"""Seconds between two looks into the folder, and two questions to a cluster's engine: many ask it."""
+"""Seconds between two looks into the run folder, and between two queries to a cluster's engine."""
 _LAST = 30.0
-"""Seconds for the processes of a run that has ended to go."""
+"""Seconds to wait until the processes of an ended run are gone."""
 
 
 def follow(run: Run, rank: int = 0) -> int:
-    """Show a run until nothing more comes of it by itself. Returns the exit code that stands for its end.
+    """Show a run until it has ended. Return the exit code for its end.
 
-    Of a task a bar and its evaluations are shown; of a script, and of what a cluster runs, the log of a rank. One that
-    its engine queues again is not over. Ctrl-C ends the following only.
+    For a task, show a progress bar and the evaluations; for a script or a run on a cluster, the log of a rank. A run
+    that its engine queues again has not ended. Ctrl-C ends only the following.
     """
     record = run.read_effective()
     is_job = jobs.is_submitted(record)
     if not is_job:
-        run = run.held()  # it may be renamed meanwhile
+        run = run.held()  # the run may be renamed in the meantime
     shows_log = is_job or bool(record.get("script"))
     view = LiveView(run, sys.stdout if is_job else sys.stderr, show_log=shows_log)
     try:
@@ -48,11 +48,11 @@ def follow(run: Run, rank: int = 0) -> int:
 
 
 def _watch(run: Run, view: LiveView) -> Record:
-    """Show a run of this station's until it ends. Returns its record then."""
+    """Show a run of this station until it ends. Return its final record."""
     record, show_change = run.read_effective(), _Changes(view.say)
     while record["state"] in (states.RUNNING, states.CREATED):
         view.update(record)
-        if record.get("reason"):  # of a running one: it waits for other machines
+        if record.get("reason"):  # a running run with a reason waits for other machines
             show_change(record["reason"])
         time.sleep(_LOOK_EVERY)
         record = run.read_effective()
@@ -63,7 +63,7 @@ def _watch(run: Run, view: LiveView) -> Record:
 
 
 def _watch_job(run: Run, view: LiveView, rank: int) -> Record:
-    """Show a run that a cluster's engine has until nothing more comes of it. Returns its record then."""
+    """Show a submitted run until it has ended. Return its final record."""
     engine = jobs.engine_of(run.read())
     is_elsewhere, since = engine.logs(run, rank) is not None, ""
     show_change = _Changes(screen.remark)
@@ -78,7 +78,7 @@ def _watch_job(run: Run, view: LiveView, rank: int) -> Record:
         elif record["state"] == states.RUNNING or (is_over and not since):
             command = engine.logs(run, rank, since)
             assert command is not None
-            # until its pods end; of some that are not there yet the engine's tool complains, and is asked again
+            # ends with the pods; while they do not exist yet the command fails, and is repeated
             if subprocess.run(command, stderr=subprocess.DEVNULL, check=False).returncode == 0:
                 since = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
         if is_over:
@@ -88,14 +88,14 @@ def _watch_job(run: Run, view: LiveView, rank: int) -> Record:
 
 
 def _wait_until_dead(run: Run) -> None:
-    """Wait for the processes of a run that has ended: what follows may remove or resume it."""
+    """Wait until the processes of an ended run are gone, because the caller may remove or resume the run."""
     until = time.monotonic() + _LAST
     while run.alive() and time.monotonic() < until:
         time.sleep(0.05)
 
 
 class _Changes:
-    """Prints each line once, and again only after another one."""
+    """Prints a line unless it equals the one before."""
 
     def __init__(self, say: Callable[[str], None]) -> None:
         self._say, self._last = say, ""
@@ -107,16 +107,16 @@ class _Changes:
 
 
 def _leave_alone(run: Run, view: LiveView) -> int:
-    """End the following by Ctrl-C. Returns its exit code; the run goes on."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # whoever types it twice means the same
+    """End the following after Ctrl-C. Return the exit code. The run continues."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C means the same
     view.close()
     print(file=sys.stderr)  # behind the ^C that the terminal shows
-    screen.say(f"{run.name} goes on; follow it again with: train logs {run.name} --follow")
+    screen.say(f"{run.name} continues; to follow it again: train logs {run.name} --follow")
     return EXIT_INTERRUPTED
 
 
 def _tell_end(run: Run, record: Record) -> int:
-    """Say how a run ended. Returns the exit code that stands for it.
+    """Print how a run ended. Return the exit code for its end.
 
     Args:
         record: run.json with the effective state.
@@ -132,7 +132,7 @@ def _tell_end(run: Run, record: Record) -> int:
         states.INTERRUPTED: f"{run.name} was interrupted{reason}",
         states.COPY: f"{run.name} was interrupted{reason}",
     }.get(state, f"{run.name} is {state}")
-    if not record.get("total_steps") and state == states.FINISHED:  # of a script, or where the steps are not seen
+    if not record.get("total_steps") and state == states.FINISHED:  # a script, whose steps are unknown here
         last = f"{run.name} finished"
     if state == states.FAILED and record["attempts"]:
         for text in record["attempts"][-1].get("last_lines") or ():

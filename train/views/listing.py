@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -14,10 +15,11 @@ from train.format import ago, duration, figure, figures
 from train.run.best import best
 from train.run.record import Attempt, Record
 from train.run.run_folder import Run, seconds_of
+from train.run.states import COPY, CREATED, FAILED, FINISHED, INTERRUPTED, QUEUED, RUNNING, STOPPED
 from train.views import time_spent
 
 COLUMNS = ("name", "state", "step", "ranks", "started", "result")
-"""Of `train ls`, unless others are asked for."""
+"""Columns of `train ls` unless --columns names others."""
 
 
 def _ago(stamp: Any) -> str:
@@ -28,14 +30,14 @@ def _ago(stamp: Any) -> str:
 
 
 def with_reason(state: str, reason: str | None) -> str:
-    """`failed: the loss is nan`; a reason that begins with the state says both."""
+    """Return a text such as `failed: the loss is nan`. A reason that begins with the state stays as it is."""
     reason = str(reason or "")
     return reason if reason and reason.startswith(state) else f"{state}: {reason}" if reason else state
 
 
 def end_of(attempt: Attempt, state: str) -> str:
-    """How an attempt of a run in this state ended; one that was killed as a whole could not write it down."""
-    return attempt.get("end") or ("running" if state == "running" else "died with its machine or container")
+    """Return how an attempt of a run in this state ended. An attempt whose agent was killed could not record it."""
+    return attempt.get("end") or ("running" if state == RUNNING else "killed together with its agent")
 
 
 def _figures(record: Record, text: Callable[[float], str] = figure) -> str:
@@ -50,10 +52,10 @@ def _done(record: Record) -> str:
 
 
 def value(record: Record, name: str, text: Callable[[float], str] = figure) -> Any:
-    """What a run has by this name: a column of the table, a figure of an evaluation, a field; None: it has none.
+    """Return a run's value of this name: a column, a metric of an evaluation or a config field; None if it has none.
 
     Args:
-        text: writes the figures of `result`.
+        text: formats the metrics of `result`.
     """
     columns = {column: record.get(column) for column in ("name", "state", "created", "started")}
     columns |= {"step": record["step"] if record.get("total_steps") else None, "ranks": record.get("world_size")}
@@ -72,11 +74,11 @@ def _cell(record: Record, column: str) -> str:
 
 
 def listing(records: list[Record], runs: Path, is_part: bool = False, columns: Sequence[str] = COLUMNS) -> str:
-    """A table of runs in their order. `is_part`: others were left out."""
+    """Return a table of these runs. `is_part`: whether other runs were filtered out."""
     if not records and is_part:
-        return f"none of the runs in {shortened(str(runs))} is such a one"
+        return f"no run in {shortened(str(runs))} matches; to see all: train ls"
     if not records:
-        return f"no runs in {shortened(str(runs))}; a first one: train launch digits --follow"
+        return f"no runs in {shortened(str(runs))} yet; start one: train launch digits --follow"
     if columns == COLUMNS and any(record.get("owner") for record in records):
         columns = (*COLUMNS, "owner")
     rows = [[column.upper() for column in columns]]
@@ -85,25 +87,25 @@ def listing(records: list[Record], runs: Path, is_part: bool = False, columns: S
 
 
 def facts(run: Run, record: Record) -> list[tuple[str, Any]]:
-    """What there is to say of a run in a line each: a label, and its value, which may be empty."""
+    """Return the facts about a run, each as a label and a value, which may be empty."""
     submitted: Any = record.get("submitted") or {}
     sent, found, top = record.get("wandb") or {}, best(run), ""
     if found is not None:
         top = "; ".join(filter(None, [f"step {found.step}, {found.metric} {figure(found.value)}", found.warning]))
     fork = record.get("forked_from")
     return [
-        ("owner", f"{record['owner']}; you may look, and not run it" if record.get("owner") else None),
-        ("task", record.get("script") or record.get("task_source") or record.get("task")),
+        ("owner", f"{record['owner']}; you can only read this run" if record.get("owner") else None),
+        ("script" if record.get("script") else "task", _code(record)),
         ("step", f"{_done(record)}  epoch {record['epoch']}" if record.get("total_steps") else None),
         ("result", _figures(record)),
         ("weights", record.get("weights_sha256")),
         ("submitted", " in ".join(submitted[key] for key in ("engine", "at") if submitted.get(key))),
         ("ranks", record.get("world_size")),
-        ("host", record.get("host")),
+        ("machine", record.get("host")),
         ("created", record.get("created")),
         ("ended", record.get("ended")),
         ("forked from", f"{fork['run']} after step {fork['step']}" if fork else None),
-        ("begun with", (record.get("init") or [""])[0]),
+        ("started from", (record.get("init") or [""])[0]),
         ("versions", "  ".join(f"{name} {version}" for name, version in (record.get("versions") or {}).items())),
         ("git", record.get("git_revision")),
         ("folder", run.folder),
@@ -113,8 +115,39 @@ def facts(run: Run, record: Record) -> list[tuple[str, Any]]:
     ]
 
 
+def _code(record: Record) -> Any:
+    return record.get("script") or record.get("task_source") or record.get("task")
+
+
+def next_command(record: Record) -> str:
+    """Return what a user can type next for a run in this state; '' if nothing.
+
+    Args:
+        record: run.json with the effective state.
+    """
+    if record.get("owner"):  # it belongs to another user
+        return ""
+    name, is_script = shlex.quote(record["name"]), bool(record.get("script"))
+    watch = f"watch: train logs {name} --follow"
+    resume = f"train resume {name}" + (" on each machine" if record.get("cluster") else "")
+    new_code = "" if is_script else f"; with changed code: train launch {shlex.quote(str(_code(record)))}"
+    field = "early_stopping.patience" if record.get("reason") else "epochs"
+    weights = f"weights: train export {name} --to {name}.safetensors; train more: train resume {name} --{field} N"
+    commands = {
+        CREATED: watch,
+        QUEUED: watch,
+        RUNNING: f"{watch}; save and stop: train stop {name}",
+        STOPPED: f"continue: {resume}",
+        INTERRUPTED: f"continue: {resume}",
+        COPY: f"adopt and continue: {resume} (this executes the code in the run folder)",
+        FAILED: f"look: train logs {name}; try again: {resume}{new_code}",
+        FINISHED: "" if is_script else weights,
+    }
+    return commands.get(record["state"], "")
+
+
 def story(run: Run, record: Record) -> str:
-    """What `train show` prints: state, attempts and why each ended, checkpoints, where to look next.
+    """Return what `train show` prints: state, reason, next command, facts, and how each attempt ended.
 
     Args:
         record: run.json with the effective state.
@@ -125,34 +158,35 @@ def story(run: Run, record: Record) -> str:
         if value not in (None, "", {}, []):
             lines.append(f"  {label:<12} {value}")
 
+    line("next", next_command(record))
     for label, value in facts(run, record):
         line(label, value)
     lines += _attempts(record)
     if record.get("script"):
-        line("steps redone", "-")  # only the script knows
+        line("steps redone", "-")  # known only to the script
         line("time lost", "-")
         return _wrapped(lines)
     line("data", record.get("data_wait"))
     for reason in record.get("not_exact") or ():
         line("not exact", reason)
-    line("left out", _left_out(run, record.get("skipped") or {}))
+    line("skipped", _skipped(run, record.get("skipped") or {}))
     account = time_spent.of_run(run, run.read_effective())
     line("steps redone", account.redone)
     if whole := account.parts["lost"]:
         away, again = duration(whole - account.again), duration(account.again)
-        line("time lost", f"{duration(whole)}: {away} until training again, {again} for those steps")
+        line("time lost", f"{duration(whole)}: {away} until training continued, {again} for the redone steps")
     return _wrapped(lines)
 
 
 def _attempts(record: Record) -> list[str]:
-    """A line an attempt, and what the rank printed last whose death has ended the run."""
+    """Return one line per attempt, then the last lines of the rank whose death ended the run."""
     lines = []
     for attempt in record["attempts"]:
         ranks = f"{attempt['world_size']} rank{'s' if attempt['world_size'] != 1 else ''}"
         made, end = _made(attempt, bool(record.get("script"))), end_of(attempt, record["state"])
         lines.append(f"  attempt {attempt['number']:<4} {made}, {ranks}, {with_reason(end, attempt.get('reason'))}")
         lines += [f"    | {text}" for text in attempt.get("edited") or ()]
-    if record["attempts"] and record["state"] in ("failed", "interrupted", "copy"):
+    if record["attempts"] and record["state"] in (FAILED, INTERRUPTED, COPY):
         lines += [f"    | {text}" for text in record["attempts"][-1].get("last_lines") or ()]
     return lines
 
@@ -162,16 +196,16 @@ def _wrapped(lines: list[str]) -> str:
     return "\n".join(screen.wrapped(screen.printable(text), columns, indent=15) for text in lines)
 
 
-def _left_out(run: Run, counts: dict[str, int]) -> str:
-    """How many samples could not be read, and where they are listed."""
+def _skipped(run: Run, counts: dict[str, int]) -> str:
+    """Return how many samples could not be read, and where they are listed."""
     parts = [f"{count} sample{'s' if count > 1 else ''} of the {part} set" for part, count in counts.items()]
-    return f"{', '.join(parts)}: {run.folder / 'skipped.jsonl'} says which and why" if parts else ""
+    return f"{', '.join(parts)} could not be read; see: {run.folder / 'skipped.jsonl'}" if parts else ""
 
 
 def _made(attempt: Attempt, is_script: bool) -> str:
-    """What an attempt has made: steps; of a script only how long it ran is known."""
+    """Return the steps of an attempt; for a script, how long it ran."""
     if is_script:
         began, ended = seconds_of(attempt["started"]), seconds_of(attempt.get("ended"))
-        return f"ran {duration(ended - began)}" if began and ended else f"began {_ago(attempt['started'])}"
-    to = f"-{attempt['to_step']}" if attempt.get("to_step") is not None else "-"
-    return f"steps {attempt['from_step']}{to}"
+        return f"ran {duration(ended - began)}" if began and ended else f"started {_ago(attempt['started'])}"
+    first, last = attempt["from_step"], attempt.get("to_step")
+    return f"steps {first}-{last}" if last is not None else f"from step {first}"

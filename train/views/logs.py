@@ -1,4 +1,4 @@
-"""`train logs`: the output of a rank, as people want to read it. Imports no torch."""
+"""`train logs`: print the output of a rank. Imports no torch."""
 
 from __future__ import annotations
 
@@ -17,21 +17,22 @@ from train.run.run_folder import Run
 from train.views.follow import follow
 
 ALL = 0
-"""Every attempt, the first one first."""
+"""Stands for all attempts, in their order."""
 _ASK_EVERY = 2.0
-"""Seconds between two questions to a cluster's engine."""
+"""Seconds between two queries to a cluster's engine."""
 
 
 def print_log(run: Run, rank: int, attempt: int | None, go_on: bool) -> int:
-    """Print the output of a rank, wherever it lies, and with `go_on` what comes until the run ends.
+    """Print the output of a rank; with `go_on` also what is written until the run ends.
 
-    Of lines that are drawn again and again their last state is printed; a terminal that follows sees them drawn.
+    Of a line that is redrawn, such as a progress bar, the last state is printed. A terminal that follows shows it
+    redrawn.
 
     Args:
-        attempt: which one, counted from 1, or ALL; None: the last, and with `go_on` those that follow it.
+        attempt: number of the attempt, counted from 1, or ALL; None: the last one, and with `go_on` later ones.
 
     Raises:
-        Refused: there is no such attempt or rank.
+        Refused: the run has no such attempt or rank.
     """
     record = run.read()
     if not jobs.is_submitted(record):
@@ -42,7 +43,7 @@ def print_log(run: Run, rank: int, attempt: int | None, go_on: bool) -> int:
             time.sleep(_ASK_EVERY)
         return _print_files(_of_rank(run, rank), rank, attempt, go_on)
     if attempt is not None:
-        raise Refused(f"--attempt: of {run.name}, its engine has what the last pods said; leave it out")
+        raise Refused(f"--attempt: the engine keeps only the output of the last pods of {run.name}; leave it out")
     if go_on:
         return follow(run, rank)
     sys.stdout.write(call(*command))
@@ -51,17 +52,17 @@ def print_log(run: Run, rank: int, attempt: int | None, go_on: bool) -> int:
 
 
 def _of_rank(run: Run, rank: int) -> Run:
-    """The folder with the logs of that rank: its node's."""
+    """Return the run folder of the node that has the logs of this rank."""
     found = [one for one in (run, *jobs.other_nodes(run)) if any(one.folder.glob(f"logs/attempt-*/rank{rank}.log"))]
     return found[0] if found else run
 
 
 def _print_files(run: Run, rank: int, attempt: int | None, go_on: bool) -> int:
-    """Print the output of a rank that lies in this run folder; as `print_log`."""
+    """Print the output of a rank whose logs are in this run folder; arguments as in `print_log`."""
     if not _last(run):
         if not go_on:
             why = f" ({reason})" if (reason := run.read().get("reason")) else ""
-            raise Refused(f"{run.name} has not started yet{why}; wait for it with: train logs {run.name} --follow")
+            raise Refused(f"{run.name} has not started yet{why}; wait for it: train logs {run.name} --follow")
         while not _last(run) and run.alive():
             time.sleep(0.1)
     number = attempt or (1 if attempt == ALL else _last(run))
@@ -70,7 +71,7 @@ def _print_files(run: Run, rank: int, attempt: int | None, go_on: bool) -> int:
         path = run.logs(number) / f"rank{rank}.log"
         if path.exists():
             _print(run, path, number, go_on)
-        elif (attempt or number >= _last(run)) and not (go_on and run.alive()):  # an earlier one that died may lack it
+        elif (attempt or number >= _last(run)) and not (go_on and run.alive()):  # an earlier attempt may lack it
             _refuse(run, number, rank)
         if attempt:
             return EXIT_FINISHED
@@ -88,25 +89,25 @@ def _last(run: Run) -> int:
 
 
 def _tell(run: Run, shown: int, attempt: int | None) -> None:
-    """Say which of several attempts is shown: not on stdout, which is the rank's alone."""
+    """Say on stderr which of several attempts is shown. stdout carries only the output of the rank."""
     last = _last(run)
     if last < 2:
         return
     if attempt == ALL:
         screen.remark(f"all {last} attempts; attempt 1:")
     elif shown <= last:
-        screen.remark(f"attempt {shown} of {last}; others: train logs {run.name} --attempt N, or --attempt all")
+        screen.remark(f"attempt {shown} of {last}; to see others: train logs {run.name} --attempt N, or --attempt all")
 
 
 def _refuse(run: Run, attempt: int, rank: int) -> None:
     if not run.logs(attempt).is_dir():
-        raise Refused(f"{run.name} has no attempt {attempt}; its last is {_last(run)}")
+        raise Refused(f"{run.name} has no attempt {attempt}; the last one is {_last(run)}")
     known = sorted(path.stem.removeprefix("rank") for path in run.logs(attempt).glob("rank*.log"))
-    raise Refused(f"{run.name} has no output of rank {rank}; there is: {', '.join(known) or 'none'}")
+    raise Refused(f"{run.name} has no output of rank {rank}; ranks with output: {', '.join(known) or 'none'}")
 
 
 def _print(run: Run, path: Path, attempt: int, go_on: bool) -> None:
-    """Print a log to its end; with `go_on`, until its attempt is over."""
+    """Print a log to its end; with `go_on`, until its attempt has ended."""
     tail = LogTail(path, sys.stdout, EVERY if go_on else None)
     while go_on and _last(run) <= attempt and run.alive():
         tail.update()

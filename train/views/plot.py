@@ -1,4 +1,4 @@
-"""`train plot`: loss, metrics, learning rate, throughput and data wait over the steps."""
+"""`train plot`: draw loss, metrics, learning rate, throughput and data wait over the steps."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ LOSS, LR, SPEED, WAIT, STEP = "loss", "lr", "samples_per_s", "data_wait", "step_
 NORM = "grad_norm"
 _TRAINING = (LOSS, LR, SPEED, WAIT, STEP, NORM)
 HIGHEST = 1e100
-"""Above it matplotlib's axes overflow; a loss in single precision is infinite long before."""
+"""Larger values overflow matplotlib's axes. A loss in single precision is infinite long before."""
 SUFFIXES = (".png", ".svg", ".pdf")
 
 TITLES = {
@@ -34,41 +34,41 @@ TITLES = {
 }  # fmt: skip
 _FROM_ZERO = (SPEED, WAIT, STEP)
 _FEW = 10
-"""So many colours are told apart by their names in matplotlib; more runs get shades of one scale."""
+"""Maximum number of runs with distinct colours. More runs get shades of one scale."""
 _MANY = 200
-"""With more points, noise is drawn thin, and the mean over a fiftieth of them strong."""
+"""Points above which the raw values are drawn thin, and their mean over 1/50 of the points thick."""
 _MOST = 4000
-"""So many points of a line are drawn at most; of more, the lowest and highest of each stretch."""
+"""Maximum number of points of a line. Longer lines show the lowest and highest point of each stretch."""
 MOST_MEASURES = 12
-"""Figures of evaluations that are drawn: a page is not endless, and a picture has at most 65536 pixels."""
+"""Maximum number of evaluation metrics that are drawn. A picture has at most 65536 pixels."""
 _LABEL = 70
-"""Letters, at most, beside an axis."""
+"""Maximum number of characters of an axis label."""
 
 
 @dataclasses.dataclass
 class Curves:
-    """The lines of one run, and how it is drawn. nan, which leaves a gap, stands for a figure that a line lacks.
+    """The metrics of one run, and how they are drawn. A missing value is nan, which leaves a gap.
 
-    Arrays take eight bytes a figure; lines as Python's objects would take a hundred times that.
+    Arrays take eight bytes per value; lists of Python objects would take a hundred times as much.
     """
 
     name: str
     colour: Any
     verdict: str = ""
-    """On waiting for data, if training had reason for one."""
+    """The advice about waiting for data, if training gave one."""
     own: str = ""
-    """In what its configuration differs from that of the others."""
+    """How the configuration differs from the other runs."""
     steps: array[float] = dataclasses.field(default_factory=lambda: array("d"))
-    """Of the training lines."""
+    """Steps of the training lines."""
     training: dict[str, array[float]] = dataclasses.field(
         default_factory=lambda: {name: array("d") for name in _TRAINING}
     )
-    """LOSS, LR, SPEED, WAIT, STEP and NORM of each training line, in the units of metrics.Training."""
+    """Maps LOSS, LR, SPEED, WAIT, STEP and NORM to their values, in the units of metrics.Training."""
     evaluations: dict[str, tuple[array[float], array[float]]] = dataclasses.field(default_factory=dict)
-    """What they measured, by name: the steps after which they did, and the values."""
+    """Maps a metric of the evaluations to its steps and values."""
 
     def read(self, run: Run) -> Curves:
-        """Fill in the lines of metrics.jsonl. Raises OSError where they cannot be read."""
+        """Read the lines of metrics.jsonl. Raises OSError if the file cannot be read."""
         for line in metrics.each(run):
             step: float = line["step"]
             if metrics.is_evaluation(line):
@@ -84,16 +84,16 @@ class Curves:
 
     @property
     def waiting(self) -> float:
-        """The share of the time of its lines that was waiting for data, from 0 to 1."""
+        """Share of the training time spent waiting for data, from 0 to 1."""
         import numpy as np
 
-        # a line speaks for the steps since the one before
+        # a line covers the steps since the previous line
         made = np.diff(np.asarray(self.steps), prepend=0.0).clip(min=0.0)
         waited, elapsed = (float(np.nansum(np.asarray(self.training[name]) * made)) for name in (WAIT, STEP))
         return min(max(waited / max(elapsed, 1e-12), 0.0), 1.0)
 
     def values(self, panel: str) -> Figures:
-        """The figures of the training lines for a panel."""
+        """Return the values of the training lines for a panel."""
         import numpy as np
 
         values = np.asarray(self.training[panel])
@@ -121,7 +121,7 @@ def plot(runs: list[Run], target: Path) -> None:
         drawn.append(curves.read(run))
     empty = [curves.name for curves in drawn if not curves.steps]
     if empty:
-        raise Refused(f"{', '.join(empty)} has no metrics to plot yet; see: train logs {empty[0]}")
+        raise Refused(f"{', '.join(empty)} has no metrics to draw yet; see: train logs {empty[0]}")
 
     from matplotlib import rc_context
 
@@ -130,7 +130,7 @@ def plot(runs: list[Run], target: Path) -> None:
 
 
 def verdict(run: Run) -> str:
-    """What training last reported of waiting for data: how much, and what helps; '' where it had no reason to."""
+    """Return the last advice of training about waiting for data; '' if there is none."""
     return run.read().get("data_wait") or ""
 
 
@@ -143,12 +143,12 @@ def _colour(number: int, runs: int) -> Any:
 
 
 def measures(drawn: Iterable[Curves]) -> list[str]:
-    """What the evaluations of these runs measured beside the loss."""
+    """Return the metrics of the evaluations of these runs, without the loss."""
     return sorted({name for curves in drawn for name in curves.evaluations if name != LOSS})
 
 
 def _figure(drawn: list[Curves]) -> Any:
-    """The panels above each other, over the same steps; on top the run's name, or which colour is whose."""
+    """Draw the panels above each other, over the same steps. The title is the run's name or a legend of the runs."""
     from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
 
@@ -164,7 +164,7 @@ def _figure(drawn: list[Curves]) -> Any:
     for axis, panel in zip(axes, panels, strict=True):
         draw(axis, drawn, panel)
     left_out = len(measured) - MOST_MEASURES
-    axes[-1].set_xlabel("step" if left_out <= 0 else f"step\n{left_out} more figures of evaluations are not drawn")
+    axes[-1].set_xlabel("step" if left_out <= 0 else f"step\n{left_out} more metrics of evaluations are not drawn")
     if len(drawn) == 1:
         figure.suptitle(drawn[0].name, fontsize=11)
     else:
@@ -175,12 +175,12 @@ def _figure(drawn: list[Curves]) -> Any:
 
 
 def draw(axis: Any, drawn: list[Curves], panel: str) -> None:
-    """One panel: a figure of the training lines, or, as `eval NAME`, one of the evaluations."""
+    """Draw one panel: a value of the training lines, or, as `eval NAME`, a metric of the evaluations."""
     measure = panel.removeprefix("eval ") if panel.startswith("eval ") else None
     for curves in drawn:
         if measure is None:
             _draw_training(axis, curves, panel, is_alone=len(drawn) == 1)
-        elif measure in curves.evaluations:  # else another run's task has this one
+        elif measure in curves.evaluations:  # otherwise only another run has this metric
             axis.plot(*_thinned(*curves.evaluations[measure]), color=curves.colour, marker="o", markersize=3)
     axis.set_ylabel(shortened(measure, _LABEL) if measure is not None else TITLES[panel], fontsize=9)
     axis.grid(alpha=0.25)
@@ -201,7 +201,7 @@ def _whose(curves: Curves, drawn: list[Curves]) -> str:
 
 
 def _explain(axis: Any, drawn: list[Curves], panel: str) -> None:
-    """A legend inside a panel: what lines and dots stand for, or how much each run has waited."""
+    """Draw a legend inside a panel: the meaning of lines and dots, or how long each run waited."""
     from matplotlib.lines import Line2D
 
     if panel == LOSS:
@@ -214,7 +214,7 @@ def _explain(axis: Any, drawn: list[Curves], panel: str) -> None:
 
 
 def _draw_training(axis: Any, curves: Curves, panel: str, is_alone: bool) -> None:
-    """A figure of the training lines; beside the loss that of the evaluations."""
+    """Draw a value of the training lines; for the loss also that of the evaluations."""
     steps: Any = curves.steps
     values = curves.values(panel)
     is_noisy = panel != LR and len(values) > _MANY
@@ -229,7 +229,7 @@ def _draw_training(axis: Any, curves: Curves, panel: str, is_alone: bool) -> Non
 
 
 def _means(steps: Any, values: Figures) -> tuple[Figures, Figures]:
-    """The mean around each point, over a fiftieth of all; at both ends over what there is."""
+    """Return the mean around each point, over 1/50 of all points; fewer at both ends."""
     import numpy as np
 
     half = max(len(values) // 100, 1)
@@ -241,7 +241,7 @@ def _means(steps: Any, values: Figures) -> tuple[Figures, Figures]:
 
 
 def _thinned(steps: Any, values: Any) -> tuple[Figures, Figures]:
-    """Not more points than can be seen: of each stretch its lowest and its highest, in their order."""
+    """Reduce the points to what can be seen: the lowest and highest of each stretch, in their order."""
     import numpy as np
 
     steps, values = np.asarray(steps), np.asarray(values)

@@ -1,7 +1,7 @@
-"""The report of a run: where its time went, as text or JSON, and one page of HTML without network, scripts or files.
+"""The report of a run: where its time went, as text or JSON, or one HTML page without network, scripts or files.
 
-Jinja escapes all text that a user may have chosen (names, values, errors, metrics) but that of figures, which
-matplotlib escapes. A policy in the page forbids scripts.
+Jinja escapes all text that a user may have chosen (names, values, errors, metrics). Matplotlib escapes the text of
+curves. A policy in the page forbids scripts.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from train.views.plot import LOSS, LR, MOST_MEASURES, SPEED, STEP, TITLES, WAIT,
 
 SUFFIXES = (".html", ".htm")
 _INK, _LINE = "#010203", "#040506"
-"""Stand for colours of the page: its text, and a run's line."""
+"""Placeholders for two colours of the page: its text, and the line of a run."""
 _SIZE = (6.2, 2.6)
-"""Inches; the page scales it."""
+"""Inches. The page scales the drawing."""
 _BAR = 24
-"""Characters of the longest bar of the text."""
+"""Characters of the longest bar in the text."""
 
 
 def as_json(run: Run) -> str:
-    """Where the time went, for programs."""
+    """Return where the time went, for programs."""
     record = run.read_effective()
     account = time_spent.of_run(run, record)
     facts = {"name": run.name, "state": record["state"], **account.as_json()}
@@ -44,13 +44,13 @@ def as_json(run: Run) -> str:
 
 
 def text(run: Run) -> str:
-    """Where the time went, as lines for a terminal."""
+    """Return where the time went, as lines for a terminal."""
     record = run.read_effective()
     account = time_spent.of_run(run, record)
     lines = [f"{screen.name(run.name)}: {listing.with_reason(record['state'], record.get('reason'))}"]
     found = parts(account)
-    whole = f"  {duration(account.whole)} from its creation to its end, of which"
-    lines.append(whole if found else "  no time is known of")
+    whole = f"  {duration(account.whole)} from creation to end"
+    lines.append(whole if found else "  no time was recorded")
     width = max((len(part["name"]) for part in found), default=0)
     largest = max((part["share"] for part in found), default=1.0)
     for part in found:
@@ -58,9 +58,9 @@ def text(run: Run) -> str:
         spent = duration(part["seconds"])
         lines.append(f"  {part['name']:<{width}}  {spent:>12}  {100 * part['share']:5.1f} %  {bar}".rstrip())
     if account.redone:
-        lines.append(f"  made again: {account.redone} steps, {duration(account.again)}")
+        lines.append(f"  redone: {account.redone} steps, {duration(account.again)}")
     lines += [f"  {line}" for line in (*time_spent.verdict(account, record), *account.notes)]
-    lines.append(f"  what each part is, and figures: train report {run.name} --to {run.name}.html")
+    lines.append(f"  explanations and curves: train report {run.name} --to {run.name}.html")
     columns = screen.width(sys.stdout)
     return "\n".join(screen.wrapped(screen.printable(line), columns, indent=4) for line in lines)
 
@@ -69,7 +69,7 @@ def write(run: Run, target: Path) -> None:
     """Write the page of a run.
 
     Raises:
-        Refused: it cannot be written, or run.json cannot be read.
+        Refused: the page cannot be written, or run.json cannot be read.
     """
     check_target(target, SUFFIXES)
     page = html(run)
@@ -78,7 +78,7 @@ def write(run: Run, target: Path) -> None:
 
 
 def html(run: Run) -> str:
-    """The page.
+    """Return the page.
 
     Raises:
         Refused: run.json cannot be read.
@@ -107,15 +107,15 @@ def html(run: Run) -> str:
 
 
 def _printable(value: Any) -> Any:
-    """A value of the page without what would turn its direction or hide parts of it; markup stays as it is."""
+    """Return a value of the page without control characters that would reverse or hide text. Keep markup as it is."""
     if hasattr(value, "__html__"):
         return value
-    text = str(value).encode(errors="backslashreplace").decode()  # words may be no UTF-8
+    text = str(value).encode(errors="backslashreplace").decode()  # the text may be invalid UTF-8
     return "\n".join(map(screen.printable, text.split("\n")))
 
 
 def parts(account: time_spent.TimeSpent) -> list[dict[str, Any]]:
-    """The parts that there are, in the order of PARTS: name, seconds, share of the whole, what is in it."""
+    """Return the parts that are not 0, in the order of PARTS: name, seconds, share of the whole, explanation."""
     return [
         {"key": key, "name": name, "seconds": account.parts[key], "help": text,
          "share": account.parts[key] / account.whole if account.whole else 0.0}
@@ -125,26 +125,26 @@ def parts(account: time_spent.TimeSpent) -> list[dict[str, Any]]:
 
 
 def _facts(run: Run, record: Record) -> list[tuple[str, Any]]:
-    """The table at the top; rows without a value are left out."""
+    """Return the rows of the table at the top. The template skips rows without a value."""
     hosts = dict.fromkeys(str(one["host"]) for one in (*record["attempts"], record) if one.get("host"))
     return [
         *listing.facts(run, record),
-        ("hosts", ", ".join(hosts) if len(hosts) > 1 else None),
+        ("machines", ", ".join(hosts) if len(hosts) > 1 else None),
         ("device", record.get("device")),
         ("samples", record.get("samples")),
-        ("started in", record.get("cwd")),
-        ("waiting for data", record.get("data_wait")),
+        ("started in folder", record.get("cwd")),
+        ("data wait", record.get("data_wait")),
     ]
 
 
 def _moment(stamp: Any) -> str:
-    """A time as people read it, in UTC."""
+    """Return a time as people read it, in UTC."""
     seconds = seconds_of(stamp)
     return str(stamp or "") if seconds is None else time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(seconds))
 
 
 def drawn(run: Run) -> dict[str, str]:
-    """The figures by title, as SVG elements; {} where there is nothing to draw."""
+    """Map titles to curves as SVG elements; {} if there is nothing to draw."""
     curves = Curves(run.name, _LINE).read(run)
     if not curves.steps:
         return {}
@@ -153,7 +153,7 @@ def drawn(run: Run) -> dict[str, str]:
 
 
 def _pictures(run: Run) -> dict[str, str]:
-    """The newest picture of each name that evaluations have made, by a title, as a URL that holds it."""
+    """Map titles to the newest picture of each name that evaluations made, as a data URL."""
     newest = {path.stem.rpartition("-step-")[0]: path for path in sorted(run.images.glob("*-step-*.png"))}
     found = {}
     for name, path in newest.items():
@@ -170,7 +170,7 @@ def _svg(curves: Curves, panel: str) -> str:
     ink: dict[Any, Any] = dict.fromkeys(
         ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), _INK
     )
-    # text stays text: smaller, in the page's letters, and found by a search in it
+    # keep text as text: it is smaller, uses the page's font, and can be searched
     own: dict[Any, Any] = {"svg.fonttype": "none", "svg.hashsalt": panel, "text.parse_math": False, "grid.color": _INK}
     with rc_context({**ink, **own, "font.family": "sans-serif", "axes.facecolor": "none", "legend.facecolor": "none"}):
         figure = Figure(_SIZE, layout="constrained")
@@ -184,10 +184,10 @@ def _svg(curves: Curves, panel: str) -> str:
 
 
 def _inline(text: str) -> str:
-    """The element itself, without what only a file has, in the colours of the page."""
+    """Return the <svg> element without the parts of a file, in the colours of the page."""
     text = text[text.index("<svg") :]
     text = re.sub(r"<metadata>.*?</metadata>", "", text, count=1, flags=re.DOTALL)
     head, rest = text.split(">", 1)
-    head = re.sub(r' (width|height)="[^"]*"', "", head)  # as wide as the page wants it; viewBox says its shape
+    head = re.sub(r' (width|height)="[^"]*"', "", head)  # the page sets the width; viewBox keeps the shape
     rest = rest.replace(_INK, "currentColor").replace(_LINE, "var(--line)")
     return f'{head} role="img">{rest}'.strip()

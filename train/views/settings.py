@@ -1,4 +1,4 @@
-"""The configuration of a run for people: what differs from defaults, or between runs. Runs no code of a task."""
+"""The configuration of a run for people: what differs from the defaults, or between runs. Runs no code of a task."""
 
 from __future__ import annotations
 
@@ -12,23 +12,24 @@ from train.errors import shortened
 from train.run.run_folder import Run
 
 _MOST = 4
-"""Fields, at most, that tell runs apart in a label."""
+"""Maximum number of fields in the label of a run."""
 _WORD = 24
+"""Maximum number of characters of a value in the label."""
 
 
 @dataclass(frozen=True)
 class Setting:
-    """One field of a run."""
+    """A config field of a run."""
 
     name: str
     value: str
     default: str
-    """'' where there is none, or it is not known."""
+    """'' if the field has no default, or the default is unknown."""
     is_changed: bool
 
 
 def listed(run: Run) -> list[Setting]:
-    """Every field of a run: those that its user or its task has changed first. Defaults of a task only it knows."""
+    """Return every field of a run, changed ones first. Defaults of a task's settings are unknown here."""
     values, unused = run.used_config(), run.read().get("unused_fields") or ()
     known = {name: info for name, info in configuration.fields().items() if name not in unused}
     found = [Setting(name, shown(value), "", True) for name, value in values.items() if name not in known]
@@ -42,18 +43,18 @@ def listed(run: Run) -> list[Setting]:
 
 
 def shown(value: Any) -> str:
-    """A value as a flag has it."""
+    """Return a value as text, as a flag takes it."""
     if value is None:
         return "none"
     return str(value).lower() if isinstance(value, bool) else f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def differing(runs: list[Run]) -> list[str]:
-    """For each run, as text, how its configuration differs from that of the others; '' where they are alike."""
+    """Return for each run how its configuration differs from the others, as text; '' if it does not."""
     flats = [_compared(run) for run in runs]
     names = sorted({name for values in flats for name in values})
     other = [name for name in names if len({shown(values.get(name)) for values in flats}) > 1]
-    # of fields that follow from another, the other says it all
+    # micro_batch_size follows from these two, so naming them is enough
     other = [name for name in other if not (name == "micro_batch_size" and {"batch_size", "ranks"} & set(other))]
     named, more = other[:_MOST], len(other) - _MOST
     labels = []

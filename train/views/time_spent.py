@@ -1,7 +1,7 @@
-"""Where the time of a run went, from its creation to its end: parts that add up to the whole.
+"""Where the time of a run went, from its creation to its end. The parts add up to the whole.
 
-The marks of the attempts in run.json (started, ready, ended) cut the whole into pieces; rank 0's measurements between
-two marks (`times` of an attempt) divide a piece of training. Time that was not measured is shown as such.
+The times of the attempts in run.json (started, ready, ended) cut the whole into pieces. The measurements of rank 0
+(`times` of an attempt) divide the training between two of them. Time that was not measured is shown as such.
 """
 
 from __future__ import annotations
@@ -16,79 +16,79 @@ from train.run.run_folder import Run, seconds_of
 from train.run.states import COPY, CREATED, INTERRUPTED, RUNNING
 
 PARTS = {
-    "compute": ("computing", "Forward, backward and optimizer, and what the engine does between them."),
+    "compute": ("computing", "Forward, backward and optimizer, and the engine's work between them."),
     "communication": (
         "communication",
-        "Waiting for other ranks' gradients after the last backward pass has computed its own; what travels while it "
-        "computes costs nothing and is not in it. Waiting for a slower rank is in it. One step in 16 is measured.",
+        "Waiting for the gradients of other ranks after the last backward pass. Includes waiting for a slower rank, "
+        "but not what is sent during computation. One step in 16 is measured.",
     ),
-    "data": ("data", "Training stood still until its next batch came. What a GPU computed meanwhile is not in it."),
-    "checkpoints": ("checkpoints", "Training waited for a checkpoint; what is written in the background is not in it."),
-    "evaluation": ("evaluation", "Evaluations, with their own data and communication."),
+    "data": ("data", "Training waited for its next batch. Excludes the time in which a GPU computed meanwhile."),
+    "checkpoints": ("checkpoints", "Training waited for a checkpoint. Excludes writing in the background."),
+    "evaluation": ("evaluation", "Evaluations, including their data and communication."),
     "start": (
         "starting and ending",
-        "From the creation or a resume to the first step: imports, data sets, model, meeting the others; and from the "
-        "last step to the end.",
+        "From the creation or a resume to the first step (imports, datasets, model, waiting for the other ranks), and "
+        "from the last step to the end.",
     ),
     "lost": (
-        "lost to deaths",
-        "Steps that had to be made again, and the time from the last sign of life before a death until training "
-        "went on.",
+        "lost to crashes",
+        "Steps that were trained again, and the time from the last sign of life before a crash until training "
+        "continued.",
     ),
-    "idle": ("stopped", "From a stop, or a failure, to the resume after it."),
-    "unknown": ("not told apart", "Nobody has measured what this was."),
+    "idle": ("stopped", "From a stop or a failure to the next resume."),
+    "unknown": ("not measured", "Time for which there are no measurements."),
 }  # fmt: skip
-"""Every part: its name, and what is in it."""
+"""Maps a part to its name and what it includes."""
 _TRAINING = ("compute", "communication", "data")
-"""What steps are made of."""
+"""The parts of a training step."""
 _REMEDIES = {
     "communication": (
-        0.3, "give each rank more to compute (a larger batch_size, fewer ranks), and see what the links give: train "
-        "doctor --job, train bench collective; a rank that is slower than the others counts here, too",
+        0.3, "give each rank more work (a larger batch_size, fewer ranks); check the links and look for a slow rank: "
+        "train doctor --job, train bench collective",
     ),
-    "data": (0.3, "raise data.workers, or make samples cheaper to read: train bench input"),
+    "data": (0.3, "raise --data.workers, or make samples cheaper to read; measure with: train bench input"),
     "checkpoints": (
-        0.1, "save less often (--checkpoint.every_minutes), keep --checkpoint.asynchronous true, or write to a faster "
-        "disk: train doctor --only 'write speed'",
+        0.1, "save less often (--checkpoint.every_minutes), keep --checkpoint.asynchronous true, or use a faster "
+        "disk; measure it with: train doctor --only 'write speed'",
     ),
     "evaluation": (0.25, "evaluate less often (--eval.every_epochs) or less (--eval.limit_batches)"),
     "start": (
-        0.3, "a keeper holds what a start imports ready (train keeper); a data set that lists its files for long may "
-        "keep the list",
+        0.3, "let a keeper run, which keeps the imports ready (train keeper); a dataset that lists many files can "
+        "cache the list",
     ),
-    "lost": (0.1, "see why the attempts died; --checkpoint.every_minutes says how much a death can cost"),
+    "lost": (0.1, "see why the attempts died: train show; a lower --checkpoint.every_minutes limits the loss"),
 }  # fmt: skip
-"""From which share of the time in which a run was wanted a part is worth a sentence, and what helps."""
+"""Maps a part to the share of the time above which it is reported, and to its remedy. Stopped time does not count."""
 _SHORT = 60.0
-"""Seconds; the start of a run that is shorter says nothing."""
+"""Seconds; the start is not reported for a run that was shorter."""
 
 
 @dataclass
 class TimeSpent:
-    """Where the time went."""
+    """Where the time of a run went."""
 
     parts: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PARTS, 0.0))
-    """Seconds by the names of PARTS."""
+    """Maps the keys of PARTS to seconds."""
     again: float = 0.0
-    """Of what is lost: steps that were made again."""
+    """Seconds of the lost time that went into redone steps."""
     redone: int = 0
-    """How many they were."""
+    """Number of redone steps."""
     notes: list[str] = field(default_factory=list)
-    """What a reader must know of these figures."""
+    """Limits of these numbers, as sentences for the reader."""
 
     @property
     def whole(self) -> float:
-        """Seconds from the creation to the end, or to now."""
+        """Seconds from the creation to the end, or until now."""
         return sum(self.parts.values())
 
     def as_json(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return the parts for JSON."""
         parts = {name: round(seconds, 3) for name, seconds in self.parts.items()}
         return {"seconds": round(self.whole, 3), **parts, "steps_redone": self.redone, "notes": self.notes}
 
 
 def of_run(run: Run, record: Record) -> TimeSpent:
-    """Where the time of a run went; of one that lives, up to now.
+    """Return where the time of a run went; for a live run, until now.
 
     Args:
         record: run.json with the effective state.
@@ -102,12 +102,13 @@ def of_run(run: Run, record: Record) -> TimeSpent:
 
 
 def time_spent(record: Record, now: float, seen: float, saved: int) -> TimeSpent:
-    """Where the time of a run went, from its record alone.
+    """Return where the time of a run went, from its record alone.
 
     Args:
         record: run.json with the effective state.
-        now, seen: seconds since the epoch: this moment, and the last sign of life of an interrupted run.
-        saved: the step of the newest checkpoint.
+        now: the present time, in seconds since the epoch.
+        seen: the last sign of life of an interrupted run, in seconds since the epoch.
+        saved: step of the newest checkpoint.
     """
     attempts, found, before = record["attempts"], TimeSpent(), ""
     parts, clock = found.parts, _Clock(seconds_of(record.get("created")))
@@ -134,13 +135,13 @@ def time_spent(record: Record, now: float, seen: float, saved: int) -> TimeSpent
 
 
 class _Clock:
-    """Goes through the time from mark to mark, never backwards."""
+    """Measures the time between successive marks. Never goes backwards."""
 
     def __init__(self, begin: float | None) -> None:
         self._at = begin
 
     def to(self, mark: float | None) -> float:
-        """Move to a mark, if there is one. Returns the seconds since the last one."""
+        """Move to a mark, unless it is None. Return the seconds since the previous mark."""
         if mark is None:
             return 0.0
         seconds = 0.0 if self._at is None else max(mark - self._at, 0.0)
@@ -152,8 +153,8 @@ def _training(found: TimeSpent, attempt: Attempt, seconds: float, end: str, next
     """Divide the time of an attempt since it was ready.
 
     Args:
-        end: how it ended; '': it lives.
-        next_from: its steps after this one are made again; None: none of them is.
+        end: how the attempt ended; '' if it runs.
+        next_from: steps of the attempt after this one are redone; None: none is.
     """
     own = dict.fromkeys(PARTS, 0.0)
     times, left = measured(attempt), seconds
@@ -166,7 +167,7 @@ def _training(found: TimeSpent, attempt: Attempt, seconds: float, end: str, next
             "communication": times["communication"] or 0.0, "data": times["data"],
         }  # fmt: skip
         noted["compute"] = times["seconds"] - sum(noted.values())
-        for part, value in noted.items():  # at most what there was: the marks are of another process, and clock
+        for part, value in noted.items():  # at most what is left: the marks come from another process and clock
             own[part] = min(max(value, 0.0), left)
             left -= own[part]
     if next_from is not None and begin is not None and to is not None and to > max(next_from, begin):
@@ -183,41 +184,41 @@ def _training(found: TimeSpent, attempt: Attempt, seconds: float, end: str, next
 
 
 def measured(attempt: Attempt) -> Times | None:
-    """What an attempt has noted of its times; None: nothing, or not all of them: it was of an earlier release."""
+    """Return the times that an attempt recorded; None if any is missing, as in an earlier release."""
     times: Times | None = attempt.get("times")
     return times if times is not None and times.keys() >= Times.__annotations__.keys() else None
 
 
 def _notes(record: Record, attempts: list[Attempt]) -> list[str]:
-    """What a reader must know."""
+    """Return the limits of these numbers."""
     notes = []
     ready = [attempt for attempt in attempts if attempt.get("ready")]
     noted = [found for attempt in ready if (found := measured(attempt)) is not None]
     if record.get("script"):
-        notes.append("a script: what it did while it ran, and which steps it made again, only it knows")
+        notes.append("a script: only it knows how it spent its time, and which steps it trained again")
     elif len(noted) < len(ready):
-        notes.append("an attempt has not noted its times: it was of an earlier release, or died too soon")
+        notes.append("an attempt recorded no times: it ran an earlier release, or died too soon")
     if any(times["communication"] is None for times in noted):
-        notes.append("communication is not told apart from computing here: fsdp, hsdp and dp do both at once")
+        notes.append("communication is part of computing here: fsdp, hsdp and dp do both at once")
     if record["state"] in (INTERRUPTED, COPY):
-        notes.append("interrupted: told up to its last sign of life; a resume may find newer steps in memory")
+        notes.append("interrupted: counted up to the last sign of life; a resume may find newer steps in memory")
     if record["state"] in (RUNNING, CREATED):
-        notes.append("not ended yet: told up to now")
+        notes.append("not ended yet: counted until now")
     return notes
 
 
 def verdict(account: TimeSpent, record: Record) -> list[str]:
-    """Sentences: how much was computing, and of what else was much, what helps."""
+    """Return sentences: the share of computing, and a remedy for each other part that is large."""
     wanted = account.whole - account.parts["idle"]
     if account.whole <= 0 or wanted <= 0:
         return []
     if account.parts["unknown"] > 0.5 * wanted:
-        return [f"{account.parts['unknown'] / wanted:.0%} of its time cannot be told apart"]
+        return [f"{account.parts['unknown'] / wanted:.0%} of its time was not measured"]
     share = {part: seconds / wanted for part, seconds in account.parts.items()}
     others = {part: value for part, value in share.items() if part not in ("compute", "idle")}
     largest = max(others, key=others.__getitem__)
     rest = f"; most of the rest: {PARTS[largest][0]}, {others[largest]:.0%}" if others[largest] >= 0.01 else ""
-    but = " of the time in which it was wanted" if account.parts["idle"] > 0.01 * account.whole else ""
+    but = " of the time in which it was not stopped" if account.parts["idle"] > 0.01 * account.whole else ""
     sentences = [f"{share['compute']:.0%}{but} was computing{rest}"]
     for part, (least, remedy) in _REMEDIES.items():
         if share[part] > least and not (part == "start" and account.whole < _SHORT):

@@ -211,6 +211,7 @@ def test_show_gives_machines_the_record_with_the_effective_state(finished: Stati
 def test_show_tells_people_the_story(finished: Station) -> None:
     text = finished.ok("show", "done").stdout
     assert text.startswith("done: finished\n")
+    assert "  next         weights: train export done --to done.safetensors; train more: train resume done --ep" in text
     for word in ("46/46", "accuracy", finished.record("done")["weights_sha256"], "attempt 1", "1 rank,", "20, 40, 46"):
         assert word in text
 
@@ -219,7 +220,7 @@ def test_logs_print_what_a_rank_wrote_and_know_the_ranks_there_are(finished: Sta
     text = finished.ok("logs", "done").stdout
     assert "finished after 46 steps" in text and "evaluation after step 23" in text
     assert finished.ok("logs", "done", "--follow", "--rank", 0, "--attempt", 1).stdout == text
-    for arguments, words in ((["--rank", 1], "there is: 0"), (["--attempt", 2], "no attempt 2")):
+    for arguments, words in ((["--rank", 1], "ranks with output: 0"), (["--attempt", 2], "no attempt 2")):
         refused = finished("logs", "done", *arguments)
         assert refused.returncode == 2 and words in refused.stderr
 

@@ -167,7 +167,7 @@ def test_a_file_of_before_keeps_its_meaning_and_a_list_that_is_none_is_refused(t
     file = tmp_path / "config.toml"
     file.write_text("steps = 5\n[task]\n")
     assert config.from_toml(file, own).task == own(clip=1.0, size=None)
-    for text, words in (("none = 3", "lists the fields"), ('none = ["task.clib"]', "task.clip")):
+    for text, words in (("none = 3", "list of field names"), ('none = ["task.clib"]', "task.clip")):
         file.write_text(f"{text}\nsteps = 5\n")
         with pytest.raises(Refused, match=words):
             config.from_toml(file, own)

@@ -310,7 +310,7 @@ def test_an_old_engine_whose_containers_neighbours_reach(tmp_path: Path) -> None
     program(tmp_path, "iptables", "echo 'Permission denied (you must be root)' >&2; exit 4")
     assert on_host(tmp_path)["neighbours"].verdict == OK
     program(tmp_path, "iptables", '[ "$*" = "-w 5 -C DOCKER-USER -j TRAINSTATION" ]')
-    assert "a firewall rule keeps" in on_host(tmp_path)["neighbours"].seen
+    assert "a firewall rule blocks" in on_host(tmp_path)["neighbours"].seen
     engine(tmp_path, '{"ServerVersion": "20.10.24", "SecurityOptions": ["name=seccomp", "name=rootless"]}')
     assert on_host(tmp_path)["neighbours"].verdict == NOT_APPLICABLE
 

@@ -46,7 +46,7 @@ def test_a_run_from_elsewhere_is_executed_by_no_keeper_until_its_user_resumes_it
     copied.write_text(copied.read_text() + f"open({str(seen)!r}, 'a').close()\n")
 
     assert "a: left alone" in station.ok("keeper", "--once").stderr
-    assert "a is left out" in station.ok("resume", "--all").stderr
+    assert "skipped a, which was not started here" in station.ok("resume", "--all").stderr
     assert not seen.exists() and len(station.record("a")["attempts"]) == 1
     (shown,) = json.loads(station.ok("ls", "--state", "copy", "--json").stdout)
     assert shown["name"] == "a" and "train resume a adopts it" in shown["reason"]

@@ -107,9 +107,9 @@ def test_what_nobody_has_measured_is_not_told_apart() -> None:
     assert found.parts["unknown"] == pytest.approx(100) and found.parts["compute"] == 0
     assert "earlier release" in found.notes[0]
     script = told(attempt(ready=None, from_step=None, to_step=None), script="train.py")
-    assert script.parts["unknown"] == pytest.approx(102) and "only it knows" in script.notes[0]
+    assert script.parts["unknown"] == pytest.approx(102) and "only it knows how" in script.notes[0]
     fsdp = told(attempt(times=noted(100, 99, communication=None)))
-    assert fsdp.parts["communication"] == 0 and "not told apart" in fsdp.notes[0]
+    assert fsdp.parts["communication"] == 0 and "communication is part of computing" in fsdp.notes[0]
 
 
 def test_an_interrupted_run_is_told_up_to_its_last_sign_of_life_and_a_running_one_up_to_now() -> None:
@@ -297,8 +297,8 @@ def test_the_page_of_a_script_says_what_is_known(station: Any) -> None:
     station.ok("launch", "--script", "own.py", "--name", "own", "--follow", "--", "--word", EVIL)
     station.ok("report", "own", "--to", "own.html")
     text = (station.folder / "own.html").read_text()
-    assert "only it knows" in text and "A script keeps its own figures" in text and "<script" not in text
-    assert "not told apart" in station.ok("report", "own").stdout
+    assert "only it knows" in text and "Only the script knows its metrics" in text and "<script" not in text
+    assert "not measured" in station.ok("report", "own").stdout
 
 
 def test_what_differs_from_the_defaults_is_told_apart(finished: Any) -> None:
