@@ -43,7 +43,7 @@ def test_a_resume_over_other_data_is_refused_in_a_line_that_says_what_differs(st
     done = station("resume", "a", "--steps", 6)
     assert done.returncode == 2 and len(done.stderr.splitlines()) == 1
     assert "train/cats/7.jpg is gone; train/dogs/3.jpg is gone; train/cats/33.jpg is new" in done.stderr
-    assert "begin anew with its weights" in done.stderr
+    assert "start a new run with its weights" in done.stderr
     assert {path: path.read_bytes() for path in (station.runs / "a").rglob("*") if path.is_file()} == before
     assert "finished" in station.ok("resume", "a").stderr
     assert "warning: the data differ" in station.ok("eval", "a").stderr
@@ -76,11 +76,11 @@ def test_the_keeper_does_not_resume_over_other_data_and_old_runs_go_on(station: 
     station.wait_for_end("a")
     (station.folder / "pets/val/cats/1.jpg").unlink()
     kept = station("keeper", "--once")
-    assert "a: cannot be resumed: the data differ" in kept.stderr and "val/cats/1.jpg is gone" in kept.stderr
+    assert "a: cannot be resumed: the data have changed" in kept.stderr and "val/cats/1.jpg is gone" in kept.stderr
     assert station.run("a").state() == "interrupted"
     earlier = {"format": 1, "facts": {}, "folders": {}}
     (station.runs / "a/data.json").write_text(json.dumps(earlier))
-    assert "whether its data have changed is not compared" in station.ok("resume", "a", "--steps", 5).stderr
+    assert "its data are not checked for changes" in station.ok("resume", "a", "--steps", 5).stderr
     assert station.wait_for_end("a")["state"] == "finished"
 
 

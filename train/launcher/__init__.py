@@ -1,1 +1,1 @@
-"""From a request to a run that lives by itself: checks, tmux, the agent, the keeper, a stop."""
+"""From a request to a running run: checks, tmux, the agent, the keeper, a stop."""

@@ -1,8 +1,8 @@
-"""The process inside tmux: reads the launch request, opens the run, answers the caller, and keeps the ranks alive.
+"""The agent, the process inside tmux: reads the launch request, opens the run, answers the caller, runs the ranks.
 
     python -P …/train/module_runner.py train.launcher.agent FOLDER_OF_THE_REQUEST [entered]
 
-Imports no torch: what needs it is done by forks of the zygote (supervise/zygote.py).
+Imports no torch: forks of the zygote (supervise/zygote.py) do the work that needs torch.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from train.launcher.request import LaunchRequest
 
 _OF_PANE = ("TMUX", "TMUX_PANE", "TERM")
-"""Variables that are the terminal's own."""
+"""Variables that belong to the terminal."""
 
 
 def main() -> None:
@@ -38,13 +38,13 @@ def main() -> None:
     os.chdir(content["cwd"])
     if len(sys.argv) == 2:
         _take_environment(content["env"])
-    (folder / "request.json").unlink(missing_ok=True)  # of a launch that is killed nothing secret stays
+    (folder / "request.json").unlink(missing_ok=True)  # it holds secrets, which must not stay if the launch is killed
     _never_wait_for_terminal()
     from train.launcher.create_run import open_run
     from train.launcher.request import LaunchRequest
 
     stop = StopRequest()
-    signal.signal(signal.SIGHUP, _leave)  # until the run is there, when create_run.py lets the terminal go
+    signal.signal(signal.SIGHUP, _leave)  # until the run exists; then create_run.py ignores the terminal's end
     launch = LaunchRequest(**content["launch"])
     try:
         opened = open_run(launch, environment.keep(content["env"]))
@@ -60,15 +60,18 @@ def main() -> None:
 
 
 def _take_environment(environ: dict[str, str]) -> None:
-    """Have the environment of the caller, for a tmux server hands out that of its first client. Begin again with it,
-    for what is read at a process's start is to be the caller's too; once, for Python may add to it by itself."""
+    """Restart this process with the environment of the caller: a tmux server hands out that of its first client.
+
+    Restarting also covers variables that are read when a process starts. It happens once, because Python may add
+    variables by itself.
+    """
     environ = environ | {name: os.environ[name] for name in _OF_PANE if name in os.environ}
     if dict(os.environ) != environ:
         os.execve(sys.executable, module_runner.command("train.launcher.agent", sys.argv[1], "entered"), environ)
 
 
 def _never_wait_for_terminal() -> None:
-    """Ctrl-S, typed by who is attached, would stop what is written there, and this process with it, for ever."""
+    """Switch off Ctrl-S: typed in the attached terminal, it would block output, and this process with it, for ever."""
     with contextlib.suppress(termios.error):
         modes = termios.tcgetattr(2)
         modes[0] &= ~termios.IXON
@@ -76,13 +79,13 @@ def _never_wait_for_terminal() -> None:
 
 
 def _leave(number: int, frame: object) -> None:
-    """The session was ended before there was a run."""
+    """Exit: the session was ended before the run existed."""
     signal.signal(number, signal.SIG_IGN)
     sys.exit(128 + number)
 
 
 def error_line(error: BaseException) -> str:
-    """Why a request cannot be carried out; the traceback of what is not foreseen goes to the terminal."""
+    """Return why a request cannot be carried out. The traceback of an unexpected error goes to the terminal."""
     from train.supervise.zygote import described
 
     if isinstance(error, Refused):
@@ -93,7 +96,7 @@ def error_line(error: BaseException) -> str:
 
 
 def _answer(folder: Path, answer: dict[str, Any]) -> bool:
-    """Report to the caller. False if the request has been withdrawn; a caller who was killed has not done so."""
+    """Answer the caller. Returns False if the caller has withdrawn the request (a killed caller has not)."""
     try:
         durable.write_atomically(folder / "answer.json", json.dumps(answer), durable=False)
     except OSError:
@@ -102,7 +105,7 @@ def _answer(folder: Path, answer: dict[str, Any]) -> bool:
 
 
 def undo(launch: LaunchRequest, run: Run, lock: Lock) -> None:
-    """Clear away a run whose launch was withdrawn; rest one whose resume was."""
+    """Remove a run whose launch was withdrawn; mark a run as stopped if its resume was withdrawn."""
     from train.supervise import attempts
 
     if launch.kind == "resume":
@@ -114,7 +117,7 @@ def undo(launch: LaunchRequest, run: Run, lock: Lock) -> None:
 
 
 def keep(opened: OpenedRun, stop: StopRequest) -> int:
-    """Keep the run alive until it ends, shown on the terminal as long as there is one. Returns the exit code."""
+    """Run the ranks until the run ends, and show its progress on the terminal. Returns the exit code."""
     from train.launcher import script
     from train.launcher.live_view import LiveView
     from train.launcher.tmux import note_move
@@ -152,8 +155,8 @@ def keep(opened: OpenedRun, stop: StopRequest) -> int:
             code = MultiNodeSupervisor(run, ranks, stop, show, say, nodes).keep()
         else:
             code = Supervisor(run, ranks, LaunchMode.LAUNCHED, stop, show, say).keep()
-    except (OSError, Refused) as error:  # its disk fails or its folder is gone
-        say(f"{run.name} cannot go on: {one_line(error)}")
+    except (OSError, Refused) as error:  # the disk fails or the run folder is gone
+        say(f"{run.name} cannot continue: {one_line(error)}")
         return EXIT_FAILED
     opened.zygote.close()
     with contextlib.suppress(OSError):

@@ -1,6 +1,7 @@
-"""BatchNorm on a micro batch of one sample: torch refuses to train on one value a channel, in the step that has it.
+"""Refuses a run in which BatchNorm would get a micro batch of one sample.
 
-The plan has all sizes before the first step, so such a run is refused where it is asked for.
+torch refuses to train on one value per channel, but only in the step in which it happens. The plan knows all sizes
+before the first step, so the run is refused at launch.
 """
 
 from __future__ import annotations
@@ -20,22 +21,22 @@ from train.trainer.loss import training_loss
 from train.trainer.updates import read_updates
 
 _SAID = "Expected more than 1 value per channel when training"
-"""torch's words."""
+"""Part of torch's error message."""
 
 
 def check(
     task: Task, config: Config, train_set: object, model: Callable[[], nn.Module], ranks: int, steps: range,
     way: Callable[[dict[str, str]], str] = lambda flags: "",
 ) -> None:  # fmt: skip
-    """Whether BatchNorm can train in all of these steps, counted from 0.
+    """Check that BatchNorm can train in all of these steps, counted from 0.
 
     Args:
-        model: gives the model; called where a micro batch has one sample only.
-        ranks: of all machines.
-        way: where other fields need another run, what to say of it; given such a field.
+        model: returns the model; called only if a micro batch has one sample.
+        ranks: Number of ranks on all machines.
+        way: returns the end of the message, given the fields to change: for a resume, which may not change them.
 
     Raises:
-        Refused: a micro batch has one sample, and a forward of it fails.
+        Refused: a micro batch has one sample, and a forward pass on it fails.
     """
     plan = build.plan_of(config, len(train_set))  # type: ignore[arg-type]
     step = first_alone(plan, steps)
@@ -54,28 +55,28 @@ def check(
         f"{samples} samples in its batch, at most {size} in a micro batch" if samples > 1 else "1 sample in its batch"
     )
     raise Refused(
-        f"BatchNorm cannot train on a micro batch of one sample, as step {step + 1} has ({batch}); "
+        f"BatchNorm cannot train on one sample, and step {step + 1} has such a micro batch ({batch}); "
         f"use {', or '.join(ways)}{way(flags)}"
     )
 
 
 def first_alone(plan: Plan, steps: range) -> int | None:
-    """The first of these steps in which a micro batch has one sample; None: none has."""
+    """Return the first of these steps in which a micro batch has one sample, or None."""
     begin, epoch = steps.start, plan.steps_per_epoch
-    last = begin + (-1 - begin) % epoch  # of its epoch; all before it, and the one after it, are alike
+    last = begin + (-1 - begin) % epoch  # of the epoch; the steps before it and after it have equal sizes
     return next((step for step in (begin, last, last + 1) if step in steps and plan.smallest(step) == 1), None)
 
 
 def _fails(task: Task, config: Config, train_set: object, model: nn.Module, ranks: int) -> bool:
-    """Whether a forward of one sample fails as torch's BatchNorm does; on the CPU, whatever the run computes on."""
+    """Whether a forward pass of one sample fails in torch's BatchNorm. Always computed on the CPU."""
     set_training(model, config.freeze)
     for part in model.modules():
         if isinstance(part, nn.SyncBatchNorm) and ranks > 1:
-            part.eval()  # it counts over the ranks
+            part.eval()  # it computes over all ranks
     norms = [part for part in model.modules() if isinstance(part, BatchNorm) and part.training]
     if not norms or (config.sync_batchnorm and ranks > 1):
         return False
-    from train.trainer.load import cpu_precision  # which loads the compiler
+    from train.trainer.load import cpu_precision  # late: it loads the compiler
 
     precision = cpu_precision(config)
     try:
@@ -83,6 +84,6 @@ def _fails(task: Task, config: Config, train_set: object, model: nn.Module, rank
         with without_compiler(), precision.autocast():
             for update in read_updates(task, model, config):
                 training_loss(update.loss, lambda loss: loss(model), batch, 1, update.what)
-    except Exception as error:  # of any other one a run says more
+    except Exception as error:  # any other error is reported better by the run itself
         return _SAID in str(error)
     return False

@@ -1,8 +1,8 @@
-"""`micro_batch_size auto`: tries steps with the full micro batch, and halves it until they fit in memory.
+"""`micro_batch_size auto`: tries steps with the full micro batch, and halves its size until they fit in memory.
 
-Each size is tried by processes of their own, one a rank, that are thrown away: they load the task, spread the model as
-the run will, and make two steps, the second of which has the optimizer's state beside the gradients. On a GPU a
-twentieth of the free memory is left. The size found is written into the run's configuration.
+Each size is tried in new processes, one per rank. They load the task, spread the model as the run will, make two steps
+and exit. The second step holds the optimizer's state beside the gradients. On a GPU 1/20 of the free memory is left
+unused. The size found is written into the run's configuration.
 
     python -P …/train/module_runner.py train.launcher.batch_size REQUEST RANK
 """
@@ -32,45 +32,45 @@ if TYPE_CHECKING:
     from train.launcher.request import Request
 
 _FULL = 4
-"""Exit code of a rank to which memory was refused."""
+"""Exit code of a rank that ran out of memory."""
 _LIMIT = 900.0
-"""Seconds that the two steps of one size may take."""
+"""Seconds the two steps of one size may take."""
 _OTHERS = 5.0
-"""Seconds that the other ranks have to end, once one has failed: the cause may be another's."""
+"""Seconds the other ranks get to end after one has failed: the cause may be in another rank."""
 _SPARE = 0.05
-"""Of a GPU's free memory, the share that a try leaves."""
+"""Share of a GPU's free memory that a try leaves unused."""
 _SLOTS = 2
-"""Micro batches of a rank and step: the second adds to gradients that are there."""
+"""Micro batches per rank and step: the second one adds to existing gradients."""
 
 
 def find(request: Request, config: Config) -> tuple[int, str]:
-    """The configured micro batch, halved until it fits in memory on all ranks of this machine, and how it was found.
+    """Return the configured micro batch size, halved until it fits in memory on all ranks of this machine, and why.
 
     Raises:
-        Refused: none fits, or a step fails otherwise.
+        Refused: no size fits, or a step fails for another reason.
     """
     from train import config as configuration
 
     flat = configuration.to_flat(config)
-    if config.parallel.shard_size is not None:  # the ranks of this machine alone are there
+    if config.parallel.shard_size is not None:  # only the ranks of this machine take part
         flat["parallel.shard_size"] = math.gcd(config.parallel.shard_size, request.ranks)
     attempt = {"task": request.task, "copy": request.copy, "ranks": request.ranks}
-    size, reason = flat["micro_batch_size"], "the batch over the ranks: it fits"
+    size, reason = flat["micro_batch_size"], "batch_size / ranks fits"
     while why := _try(attempt | {"config": flat | {"micro_batch_size": size}}):
         if size == 1:
             raise Refused(
-                f"--micro_batch_size auto: not even 1 at a time fit: {why}; try --parallel.recompute auto, a smaller "
-                "model, or (on several ranks) --parallel.strategy fsdp"
+                f"--micro_batch_size auto: not even 1 sample fits in memory ({why}); try --parallel.recompute auto, "
+                "a smaller model, or (on several ranks) --parallel.strategy fsdp"
             )
-        reason, size = f"halved until it fits; with {size}: {why}", size // 2
+        reason, size = f"halved until it fits; {size} did not: {why}", size // 2
     return size, reason
 
 
 def _try(request: dict[str, Any]) -> str:
-    """Make two steps on all ranks. Returns '' where they fit in memory, else why not.
+    """Make two steps on all ranks. Returns '' if they fit in memory, else why not.
 
     Raises:
-        Refused: a step fails otherwise.
+        Refused: a step fails for another reason.
     """
     with tempfile.TemporaryDirectory(prefix="train-batch-size-") as name:
         folder = Path(name)
@@ -80,7 +80,7 @@ def _try(request: dict[str, Any]) -> str:
         try:
             for number in range(request["ranks"]):
                 command = module_runner.command("train.launcher.batch_size", str(file), str(number))
-                with (folder / f"rank{number}").open("wb") as log:  # no pipe: what a task starts would hold it open
+                with (folder / f"rank{number}").open("wb") as log:  # no pipe: the task's processes would hold it open
                     ranks.append(
                         subprocess.Popen(command, stdin=DEVNULL, stdout=DEVNULL, stderr=log, start_new_session=True)
                     )
@@ -92,25 +92,25 @@ def _try(request: dict[str, Any]) -> str:
         finally:
             for rank in ranks:
                 with contextlib.suppress(ProcessLookupError):
-                    os.killpg(rank.pid, signal.SIGKILL)  # with all that the task has started there
+                    os.killpg(rank.pid, signal.SIGKILL)  # with every process that the task has started
                 rank.wait()
         texts = [(folder / f"rank{number}").read_text(errors="replace") for number in range(len(codes))]
     messages = [one_line((text.strip().splitlines() or [""])[-1])[:300] for text in texts]
     for code, message in zip(codes, messages, strict=True):
         if code == -signal.SIGKILL:
-            return f"a rank was killed; memory ends at {memory.refused_at()}"
+            return f"a rank was killed; the memory limit is {memory.refused_at()}"
         if code == _FULL or (code and memory.is_refused(message)):
             return message
     for code, message in zip(codes, messages, strict=True):
         if code != 0:
             how = "took more than 15 minutes" if code is None else f"failed: {message or f'exit code {code}'}"
             size = request["config"]["micro_batch_size"]
-            raise Refused(f"--micro_batch_size auto: a step with {size} samples at a time {how}; give a number")
+            raise Refused(f"--micro_batch_size auto: a step with micro batches of {size} {how}; give a number")
     return ""
 
 
 def main() -> None:
-    """Be one rank, whose last line says why it fails."""
+    """Run one rank. If it fails, its last line says why."""
     request, rank = json.loads(Path(sys.argv[1]).read_text()), int(sys.argv[2])
     end_with_parent(request["parent"])
     memory.lower_than_agent()
@@ -120,7 +120,7 @@ def main() -> None:
     from train.launcher.request import load_task
     from train.tasks import where
 
-    task = load_task(request["task"], request["copy"])  # it was loaded in the process that asks
+    task = load_task(request["task"], request["copy"])  # loads without error: the calling process has loaded it
     code, message = 0, ""
     try:
         _steps(task, configuration.build(request["config"], task.Settings), rank, request["ranks"], request["store"])
@@ -130,17 +130,20 @@ def main() -> None:
         if isinstance(error, (torch.OutOfMemoryError, MemoryError)) or memory.is_refused(text) or is_full(text):
             code, message = _FULL, text
     print(message, file=sys.stderr)
-    leave(code)  # peers may be gone, and an orderly end would wait for them
+    leave(code)  # other ranks may be gone, and an orderly exit would wait for them
 
 
 def is_full(text: str) -> bool:
-    """Whether a library says in its own way that a GPU is full: NCCL, cuBLAS, Triton; and torch of cuDNN, whose
-    engines it tries one after the other, and passes over those whose workspace it does not get (Conv_v8.cpp)."""
+    """Whether a library's message means that a GPU is full.
+
+    NCCL, cuBLAS and Triton have messages that differ from torch's. For cuDNN torch tries one engine after the other,
+    skips those whose workspace it cannot allocate, and reports that no engine was found (Conv_v8.cpp).
+    """
     return any(phrase in text for phrase in ("out of memory", "ALLOC_FAILED", "unable to find an engine"))
 
 
 def _steps(task: Any, config: Any, rank: int, ranks: int, store: str) -> None:
-    """Two steps as the run will make them, on the first samples."""
+    """Make two steps on the first samples, as the run will make them."""
     import torch
 
     from train.parallel.devices import pick_device, take_device
@@ -165,7 +168,7 @@ def _steps(task: Any, config: Any, rank: int, ranks: int, store: str) -> None:
     world = join(config, RankEnv(rank, ranks, rank, ranks, f"file://{store}"), device)
     model = setup.arrange(build.make_model(task, config, precision.weights), config, ranks)
     updates, _ = spread_updates(task, model, config, world, precision)
-    _hooks = Hooks(task, updates[0].strategy, config)  # an average of the weights takes memory, too
+    _hooks = Hooks(task, updates[0].strategy, config)  # an average of the weights takes memory too
     set_training(updates[0].strategy.module, config.freeze)
     for update in updates:
         update.activate()

@@ -1,6 +1,6 @@
-"""Finds everything that can be wrong with a run before anything is created or changed.
+"""Checks a run completely before anything is created or changed.
 
-`prepare` checks a new run; `check_run` is what a resume (resume.py) and a fork (fork.py) ask for, too.
+`prepare` checks a new run. A resume (resume.py) and a fork (fork.py) call `check_run` too.
 """
 
 from __future__ import annotations
@@ -37,43 +37,43 @@ from train.trainer.loggers import wandb
 from train.trainer.updates import read_updates
 
 METRICS = ("checkpoint.best", "early_stopping.metric")
-"""Fields that name a figure of evaluations."""
+"""Fields that name a metric of the evaluations."""
 
 
 @dataclasses.dataclass
 class Prepared:
-    """A run that has passed every check: what to create its folder with."""
+    """A run that has passed every check, with the content of its folder."""
 
     task: Task
     config: Config
     files: dict[str, str | bytes]
     record: dict[str, Any]
     copies: dict[str, Path] = dataclasses.field(default_factory=dict)
-    """What is copied into it from the run that it is a fork of."""
+    """Files to copy from the forked run."""
     warnings: list[str] = dataclasses.field(default_factory=list)
 
 
 @dataclasses.dataclass
 class _Checked:
-    """What the checks have found."""
+    """What the checks found out."""
 
     precision: Precision
-    """With the device of the first rank."""
+    """Also holds the device of the first rank."""
     cards: list[gpus.Card]
-    """GPUs that this process sees; none on the CPU."""
+    """GPUs that this process sees; empty on the CPU."""
     train_set: Any
     eval_sets: dict[str, Any]
     total: int
     """Steps of the whole run."""
     threads: str
-    """Why loader workers cannot be forked after `datasets()`; '' if they can."""
+    """Why data workers cannot be forked after `datasets()`; '' if they can."""
 
 
 def prepare(request: Request) -> Prepared:
-    """Check a new run from its flags to its data, and choose what its user has left open.
+    """Check a new run from its flags to its data, and choose the values that its user left open.
 
     Raises:
-        Refused: it cannot be run as asked for.
+        Refused: the run is not possible as requested.
     """
     task, config = resolve(request)
     warnings: list[str] = []
@@ -81,7 +81,7 @@ def prepare(request: Request) -> Prepared:
     chosen = [name for name in ("micro_batch_size", "cpu_threads") if getattr(config, name) in (None, "auto")]
     is_searched = config.micro_batch_size == "auto"
     if is_searched and config.data.on_device:
-        raise Refused("--micro_batch_size auto leaves no room for what --data.on_device true keeps; give a number")
+        raise Refused("--micro_batch_size auto leaves no GPU memory for --data.on_device true; give a number")
     cut_batch(config, ranks, request.nodes)
     beside = Path(request.task).absolute().parent
     source = of_task(task.file, beside)
@@ -129,26 +129,26 @@ def prepare(request: Request) -> Prepared:
 
 
 def _of_hidden(names: list[str]) -> list[str]:
-    """A warning about hidden files that a task's own reader takes for data."""
+    """Return a warning about hidden files that a task's own reader takes for data."""
     if not names:
         return []
     which = f"{names[0]}{f' and {len(names) - 1} more' if names[1:] else ''}"
-    return [f"the data hold hidden files ({which}), which may shift labels; remove them, or leave them out"]
+    return [f"the data contain hidden files ({which}), which may shift labels; delete them or skip them in datasets()"]
 
 
 def check_run(task: Task, config: Config, local: int, ranks: int, asked: Asked) -> _Checked:
-    """The checks of every run, in their order; its device is written into `config`.
+    """Make the checks that every run needs, in order. Writes the device into `config`.
 
     Args:
-        local: ranks of each machine.
-        ranks: of all machines that it may have.
-        asked: what its user has set.
+        local: Number of ranks on each machine.
+        ranks: Number of ranks on all machines, at most.
+        asked: The fields that the user has set.
 
     Raises:
-        Refused: it cannot be run as asked for.
+        Refused: the run is not possible as requested.
     """
     device = pick_device(config, local, 0)
-    config.device = "cuda" if device.type == "cuda" else "cpu"  # a resume must not find another one without a word
+    config.device = "cuda" if device.type == "cuda" else "cpu"  # a resume must not change the device silently
     cards = gpus.seen_here() if device.type == "cuda" else []
     check_kernels(cards)
     precision = Precision(config.precision, device)
@@ -157,16 +157,16 @@ def check_run(task: Task, config: Config, local: int, ranks: int, asked: Asked) 
     if config.early_stopping.metric and not (config.eval.every_epochs or config.eval.every_steps):
         raise Refused("--early_stopping.metric needs evaluations before the end; give --eval.every_epochs")
     if config.on_nan == "skip" and config.precision == "fp16":
-        raise Refused("--on_nan skip: the loss scaling of fp16 leaves such steps out by itself; leave out --on_nan")
+        raise Refused("--on_nan skip is not needed: the loss scaling of fp16 skips such steps; leave out --on_nan")
     train_set, eval_sets = build.make_datasets(task, config)
-    problem = threads.problem() if config.data.workers != 0 else ""  # a rank forks its workers now, before model()
+    problem = threads.problem() if config.data.workers != 0 else ""  # ranks fork data workers now, before model()
     if config.data.workers and problem:
         raise Refused(problem)
     unused_fields.check_evaluation(task, config, eval_sets, asked)
     if task.updates is not None and eval_sets and task.metrics is None and task.compute_metrics is None:
         raise Refused(
-            f"{task.file} has updates and an evaluation set, and no figure to evaluate: define metrics(model, batch), "
-            "or let datasets() return None for it"
+            f"{task.file} has updates() and an evaluation set, but nothing to evaluate; define metrics(model, batch), "
+            "or return None for the evaluation set in datasets()"
         )
     for field in METRICS:
         check_metric(field, config, task, eval_sets)
@@ -178,14 +178,14 @@ def check_run(task: Task, config: Config, local: int, ranks: int, asked: Asked) 
 
 
 def not_exact(task: Task, config: Config, found: _Checked) -> list[str]:
-    """Why a run would not be exact, as far as a look at its first samples shows."""
+    """Return the reasons why a run would not be exact, as far as its first samples show."""
     assert isinstance(config.micro_batch_size, int)
     sets = {TRAINING: found.train_set} | {name or EVALUATION: one for name, one in found.eval_sets.items()}
     return probe.why_not_exact(sets, task.collate, task.datasets, config.micro_batch_size, config.seed)
 
 
 def _record(request: Request, task: Task, samples: int, total: int) -> dict[str, Any]:
-    """What run.json says of a new run's task and data."""
+    """Return the fields of run.json about a new run's task and data."""
     source = None if task.is_built_in else Path(request.task).absolute()
     return {
         "task": task.name if task.is_built_in else "task.py",
@@ -200,31 +200,33 @@ def _record(request: Request, task: Task, samples: int, total: int) -> dict[str,
 
 
 def cut_batch(config: Config, local: int, nodes: range) -> None:
-    """Give the micro batches of a new run their size, and how they are cut, where none is given.
+    """Choose the size of a new run's micro batches and how they are cut, unless they are given.
 
     Args:
         local, nodes: as in `check_ranks`.
 
     Raises:
-        Refused: as `check_ranks`; or the size that is given leaves a rank without work.
+        Refused: as `check_ranks`, or the given size leaves a rank without work.
     """
     check_ranks(config, local, nodes)
     ranks = local * nodes[-1]
     if not isinstance(config.micro_batch_size, int):
-        # rounded up as the smallest number of forwards; rounded down where that would leave a rank without work
+        # rounded up for the smallest number of forward passes, but down if that would leave a rank without work
         size = -(-config.batch_size // ranks)
         config.micro_batch_size = size if -(-config.batch_size // size) >= ranks else config.batch_size // ranks
     config.micro_batches = config.micro_batches or "even"
     micros = -(-config.batch_size // config.micro_batch_size)
     if micros < ranks:
         raise Refused(
-            f"{ranks} ranks have only {micros} micro batches of {config.micro_batch_size} in a global batch of "
-            f"{config.batch_size}; use --micro_batch_size {config.batch_size // ranks} or less"
+            f"a global batch of {config.batch_size} has only {micros} micro batches of {config.micro_batch_size} for "
+            f"{ranks} ranks; use --micro_batch_size {config.batch_size // ranks} or less"
         )
 
 
 def check_model(task: Task, config: Config, ranks: int, precision: Precision) -> torch.nn.Module:
-    """The model, which so many ranks can train, spread and compute again as `parallel` says, with its optimizer.
+    """Return the model, after checking that this many ranks can train it with the `parallel` settings.
+
+    The checks include sharding, recomputation and the optimizer.
 
     Raises:
         Refused: they cannot.
@@ -237,7 +239,7 @@ def check_model(task: Task, config: Config, ranks: int, precision: Precision) ->
 
         if task.inference_model is not None:
             how = config.parallel.strategy
-            raise Refused(f"{how} computes whole models alone: use ddp, or leave out inference_model in {task.file}")
+            raise Refused(f"{how} cannot run inference_model() of {task.file}; remove it, or use ddp")
         fsdp.check(model, config.parallel.wrap)
     build.inference_model(task, model)
     recompute(model, config.parallel.recompute)
@@ -248,21 +250,21 @@ def check_model(task: Task, config: Config, ranks: int, precision: Precision) ->
 
 
 def check_ranks(config: Config, local: int, nodes: range) -> None:
-    """Whether a run can be spread as `parallel` says on any of these numbers of machines, a sample for every rank.
+    """Check that the `parallel` settings work on each of these numbers of machines, with a sample for every rank.
 
     Args:
-        local: ranks of each machine.
-        nodes: numbers of machines.
+        local: Number of ranks on each machine.
+        nodes: Possible numbers of machines.
 
     Raises:
-        Refused: it cannot.
+        Refused: they do not.
     """
     for count in nodes:
         choose.check(config, count * local)
     ranks = nodes[-1] * local
     if config.batch_size < ranks:
         raise Refused(
-            f"--batch_size {config.batch_size} is smaller than the number of ranks {ranks}; "
+            f"--batch_size {config.batch_size} is smaller than the number of ranks, {ranks}; "
             f"use at least {ranks}, or fewer ranks"
         )
 
@@ -270,11 +272,11 @@ def check_ranks(config: Config, local: int, nodes: range) -> None:
 def check_metric(
     field: str, config: Config, task: Task, eval_sets: Collection[str], known: Collection[str] = ()
 ) -> None:
-    """Whether evaluations give the figure that a field names, if any, as far as that is known.
+    """Check that evaluations give the metric that a field names, as far as that is known.
 
     Args:
-        field: one of METRICS.
-        known: the figures of the run's evaluations; none before there was one.
+        field: One of METRICS.
+        known: Metrics of the run's evaluations so far; empty before the first evaluation.
 
     Raises:
         Refused: they do not.
@@ -284,35 +286,35 @@ def check_metric(
         return
     metric = best.aim_of(text).metric
     if not eval_sets:
-        why = f"datasets() in {task.file} returns None for the evaluation set; leave it out"
-        raise Refused(f"--{field} {text} needs evaluations, and {why}")
+        why = f"datasets() in {task.file} returns None for the evaluation set"
+        raise Refused(f"--{field} {text} needs evaluations, but {why}; leave out --{field}")
     weights = ("", "ema.") if config.ema.decay is not None else ("",)
     prefixes = [which + (f"{name}." if name else "") for which in weights for name in eval_sets]
     is_open = not known and (task.metrics is not None or task.compute_metrics is not None)
     if is_open and metric and any(map(metric.startswith, prefixes)):
-        return  # only the first evaluation says which names there are
+        return  # only the first evaluation shows which names exist
     known = known or [f"{prefix}loss" for prefix in prefixes if task.loss is not None]
     if metric not in known:
         likely = {prefix + metric.rpartition(".")[2] for prefix in prefixes if is_open and metric}
         names = nearest(metric, likely.union(known), f"; there are: {', '.join(known)}")
-        raise Refused(f"--{field} {text}: no evaluation gives {metric or 'a figure without a name'}{names}")
+        raise Refused(f"--{field} {text}: no evaluation gives {metric or 'a metric without a name'}{names}")
 
 
 def check_sync_batchnorm(config: Config, device: torch.device, ranks: int, length: int) -> None:
     if not config.sync_batchnorm:
         return
     if device.type == "cpu":
-        raise Refused("sync_batchnorm needs GPUs: torch has none for CPUs; leave it out")
+        raise Refused("sync_batchnorm works only on GPUs; leave it out")
     if config.data.leaves_out and ranks > 1:
         raise Refused(
-            f"sync_batchnorm waits for a micro batch of every rank, and --data.on_error {config.data.on_error} may "
-            "leave one without any; leave out one of them"
+            f"sync_batchnorm needs a micro batch on every rank, and --data.on_error {config.data.on_error} may "
+            "leave a rank without one; leave out one of the two"
         )
     assert isinstance(config.micro_batch_size, int)
     share, rest = config.micro_batch_size * ranks, length % config.batch_size
     if config.batch_size % share or (rest % share and not config.data.drop_last):
         raise Refused(
-            f"sync_batchnorm needs every global batch to divide evenly among the ranks: batch_size "
-            f"{config.batch_size} and the rest of an epoch, {rest}, must be multiples of "
-            f"micro_batch_size x ranks = {share}; --data.drop_last true leaves out the rest"
+            f"sync_batchnorm needs batch_size ({config.batch_size}) and the last batch of an epoch ({rest}) to be "
+            f"multiples of micro_batch_size x ranks = {share}; change one, or drop the last batch: "
+            "--data.drop_last true"
         )

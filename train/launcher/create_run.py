@@ -1,4 +1,4 @@
-"""From a launch request to an open run: checked, created or found again, its lock held. For the process inside tmux."""
+"""Turns a launch request into an open run: checked, created or found again, its lock held. Runs in the agent."""
 
 from __future__ import annotations
 
@@ -25,46 +25,46 @@ from train.supervise.zygote import CHECKS, RANKS, SCRIPT, Zygote, acquire
 
 @dataclasses.dataclass
 class OpenedRun:
-    """A run that is to begin."""
+    """A run that is ready to start."""
 
     run: Run
     lock: Lock
     ranks: int
-    """On this machine."""
+    """Number of ranks on this machine."""
     zygote: Zygote
     warnings: list[str]
     listening: socket.socket | None = None
-    """On node 0 of several: where the others come to."""
+    """On node 0 of several machines: the socket to which the other nodes connect."""
 
 
 @dataclasses.dataclass
 class CheckedLaunch:
-    """A launch request that has passed every check, new or a resume."""
+    """A launch request that has passed every check, for a new run or a resume."""
 
     ranks: int
-    """On this machine."""
+    """Number of ranks on this machine."""
     visible: str | None
-    """The GPUs that they see, as CUDA_VISIBLE_DEVICES; None: all."""
+    """The GPUs that the ranks see, as in CUDA_VISIBLE_DEVICES; None: all."""
     files: dict[str, str | bytes]
-    """What is written into the run folder."""
+    """Files to write into the run folder."""
     record: dict[str, Any]
     """Fields of run.json."""
     warnings: list[str]
     copies: dict[str, Path] = dataclasses.field(default_factory=dict)
-    """What is copied into the folder of a fork."""
+    """Files to copy into the folder of a fork."""
 
 
 def open_run(launch: LaunchRequest, saved: environment.SavedEnvironment) -> OpenedRun:
-    """Check the request, create or find its run, take the lock. The zygote of its ranks imports meanwhile.
+    """Check the request, create or find its run, take the lock. Meanwhile the zygote of the ranks imports torch.
 
     Raises:
-        Refused: it cannot be carried out; nothing has been created or changed.
+        Refused: the request cannot be carried out; nothing has been created or changed.
     """
     if launch.kind != "resume":
         return _create(launch, saved)
     run = folders.find(Path(launch.runs), launch.name)
     held = owner.opened(run)
-    run = run if run.read().get("cluster") else held  # other machines know it by its path
+    run = run if run.read().get("cluster") else held  # other machines know the run by its path
     lock = run.acquire(patience=10.0 if run.read().get("state") in CODES else 1.0)
     if lock is None:
         raise Refused(f"{run.name} is running; see: train show {run.name}")
@@ -82,7 +82,7 @@ def _create(launch: LaunchRequest, saved: environment.SavedEnvironment) -> Opene
     if of is not None:
         folders.enter(of.read())
     zygote, checked = check_in_fork(launch, launch.kind == "script")
-    if of is not None:  # from the folder that was looked at, whatever has its name now
+    if of is not None:  # copy from the folder that was checked, even if another folder has its name now
         checked.copies = {name: of.folder / path.relative_to(of.path) for name, path in checked.copies.items()}
     _outlive_terminal()
     ranks_and_gpus.see(checked.visible)
@@ -94,11 +94,11 @@ def _create(launch: LaunchRequest, saved: environment.SavedEnvironment) -> Opene
     run = Run(runs / launch.name) if launch.queued else folders.create(runs, launch.name, files, record, checked.copies)
     lock = run.acquire()
     if lock is None:
-        raise Refused(f"{run.name} is running already")
+        raise Refused(f"{run.name} is running; see: train show {run.name}")
     if launch.queued:
         for name, content in files.items():
             durable.write_atomically(run.folder / name, content)
-        run.update(**record, host=socket.gethostname(), reason="")  # last: what is not complete is filled anew
+        run.update(**record, host=socket.gethostname(), reason="")  # last: an incomplete folder is filled again
     return OpenedRun(run, lock, checked.ranks, zygote, [*saved.warnings, *checked.warnings], listening)
 
 
@@ -116,26 +116,29 @@ def _reopen(launch: LaunchRequest, run: Run, lock: Lock, saved: environment.Save
     changes = checked.record | _placement(launch, checked, cluster) | {"kept": kept}
     if launch.max_restarts is not None:
         changes["max_restarts"] = launch.max_restarts
-    # the process ids are those of the attempt before
+    # the recorded process ids belong to the attempt before
     changes |= {"reason": "", "stopped_by": None, "ended": None, "pids": {}, "state": states.CREATED}
     files = checked.files
-    if not launch.by_keeper:  # what holds from now on, for the keeper too
+    if not launch.by_keeper:  # this environment holds from now on, for the keeper too
         saved = environment.after(environment.read(run.folder), saved)
         files = {environment.FILE: environment.to_json(saved), **files}
     for name, content in files.items():
         durable.write_atomically(run.folder / name, content)
     if not launch.by_keeper:
-        changes |= ownership.sign(run.path, {**record, **changes})  # last: what comes between leaves a copy
+        changes |= ownership.sign(
+            run.path, {**record, **changes}
+        )  # last: an interruption before it leaves the `copy` state
     run.update(lambda record: record.pop("refused", None), **changes)
     return OpenedRun(run, lock, checked.ranks, zygote, checked.warnings, listening)
 
 
 def check_in_fork(launch: LaunchRequest, is_script: bool = False) -> tuple[Zygote, CheckedLaunch]:
-    """Check a request in a fork, so that what a task's own code does there is not done here. Also returns the zygote of
-    that fork and of the run's ranks.
+    """Check a request in a forked process, so that the task's own code has no effect on this process.
+
+    Also returns the zygote from which that process and the run's ranks are forked.
 
     Raises:
-        Refused: it cannot be carried out.
+        Refused: the request cannot be carried out.
     """
     variables.check_torch(os.environ)
     zygote = acquire(hash_seed.with_seed(os.environ), SCRIPT if is_script else (*CHECKS, *RANKS))
@@ -144,10 +147,10 @@ def check_in_fork(launch: LaunchRequest, is_script: bool = False) -> tuple[Zygot
 
 
 def check(given: dict[str, Any]) -> CheckedLaunch:
-    """Check a launch request, as its fields.
+    """Check a launch request, given as a dict of its fields.
 
     Raises:
-        Refused: it cannot be carried out.
+        Refused: the request cannot be carried out.
     """
     caches.provide()
     launch = LaunchRequest(**given)
@@ -182,33 +185,33 @@ def check(given: dict[str, Any]) -> CheckedLaunch:
 
 
 def _cluster_of(launch: LaunchRequest, record: Record | None) -> Mapping[str, Any] | None:
-    """The machines of a run, as nodes.Settings: those of the request, else those that it had; None: this one alone."""
+    """Return the machines of a run as nodes.Settings, from the request, else from the record. None: one machine."""
     if launch.cluster is None and record is not None:
         return record.get("cluster")
     return launch.cluster or None
 
 
 def _nodes(cluster: Mapping[str, Any] | None) -> range:
-    """How many machines there may be at a time."""
+    """Return the possible numbers of machines."""
     return range(cluster["least"], cluster["most"] + 1) if cluster else ALONE
 
 
 def _check_variables(cluster: Mapping[str, Any] | None) -> None:
-    """Refuse settings with which ranks on several machines never meet. Raises Refused."""
+    """Raise Refused for settings with which ranks on several machines could never connect to each other."""
     if cluster:
         place = address.parse(cluster["rendezvous"])
         variables.check_gloo(os.environ, address.interfaces(address.resolve(place), place.port, {})[0])
 
 
 def _listen(cluster: Mapping[str, Any] | None) -> socket.socket | None:
-    """On node 0: open the place where the others come to. Raises Refused if it is taken."""
+    """On node 0: listen at the rendezvous address for the other nodes. Raises Refused if the port is in use."""
     if not cluster or cluster["node"]:
         return None
     return address.listen(address.parse(cluster["rendezvous"]))
 
 
 def _placement(launch: LaunchRequest, checked: CheckedLaunch, cluster: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Where a run is spread, for run.json."""
+    """Return the fields of run.json about ranks, GPUs and machines."""
     return {
         "cluster": cluster,
         "nproc": checked.ranks,
@@ -219,26 +222,28 @@ def _placement(launch: LaunchRequest, checked: CheckedLaunch, cluster: Mapping[s
 
 
 def _check_still_wanted(run: Run, record: Record) -> dict[str, int]:
-    """What the keeper saw may have changed until the lock was held: stopped by its user, resumed and finished.
+    """Check, with the lock held, that the keeper should still resume this run: its user may have stopped it meanwhile.
 
-    Returns the keeper's count; a run that it has resumed often enough fails here.
+    Returns the keeper's count. A run that the keeper has resumed too often is recorded as failed here.
     """
     if record.get("submitted"):
-        raise Refused(f"{run.name} was handed to an engine, which starts it; its user goes on with: train resume")
+        raise Refused(f"{run.name} was submitted to a cluster; only its user resumes it: train resume {run.name}")
     if record["state"] in (states.FINISHED, states.FAILED):
         raise Refused(f"{run.name} is {record['state']}")
     if record["state"] == states.STOPPED and not states.rests_by_itself(record):
         raise Refused(f"{run.name} was stopped by its user")
     if not ownership.was_started_here(run.path, record):
-        raise Refused(f"{run.name} is not known as started here; its user goes on with: train resume {run.name}")
+        raise Refused(f"{run.name} counts as a copy; only its user resumes it: train resume {run.name}")
     count = resumable.keeper_count(run, record)
     if reason := resumable.why_given_up(record, count):
         attempts.record_end(run, states.FAILED, reason)
-        raise Refused(f"{reason}; not resumed any more")
+        raise Refused(f"{reason}; the keeper does not resume it again")
     return count
 
 
 def _outlive_terminal() -> None:
-    """From here on the terminal may go; the run stays. Before it, ending the session ends a launch that is withdrawn
-    while nothing has been created yet."""
+    """From now on the run survives the end of its terminal.
+
+    Until then, ending the tmux session ends a withdrawn launch before anything is created.
+    """
     signal.signal(signal.SIGHUP, signal.SIG_IGN)

@@ -1,4 +1,4 @@
-"""`train run`: here and now. Ranks that this process starts and waits for, or one rank of a foreign torchrun."""
+"""`train run`: trains in the foreground. This process starts and awaits the ranks, or is one rank of a torchrun."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from train.supervise.decide import LaunchMode
 from train.supervise.ranks import Ranks
 
 _HEARD = 10.0
-"""Seconds in which the other ranks, which are connected, hear that they are refused."""
+"""Seconds the other ranks get to read that the run is refused."""
 
 
 def run(runs: Path, name: str | None, request: dict[str, Any], spawn: int | None) -> int:
@@ -41,14 +41,14 @@ def run(runs: Path, name: str | None, request: dict[str, Any], spawn: int | None
     """
     if is_under_torchrun():
         if spawn is not None:
-            raise Refused("--spawn starts ranks of its own, and torchrun has started this one; leave out --spawn")
+            raise Refused("torchrun has started the ranks already; leave out --spawn")
         return _under_torchrun(runs, name, Request(**request))
     launch = LaunchRequest("new", str(runs), name or "", request, nproc=str(spawn or 1))
     zygote, checked = check_in_fork(launch)
     name = name or folders.fresh_name(runs, Path(request["task"]).stem)
     made = folders.create(runs, name, _with_environment(checked.files), checked.record).held()
     lock = made.acquire()
-    assert lock is not None  # a folder that has just been made
+    assert lock is not None  # the folder is new
     stop = StopRequest((*POLITE, signal.SIGHUP))
     ranks = Ranks(made, lock, checked.ranks, zygote, is_foreground=True)
     code = Supervisor(made, ranks, LaunchMode.FOREGROUND, stop).keep()
@@ -61,17 +61,17 @@ def _with_environment(files: dict[str, str | bytes]) -> dict[str, str | bytes]:
 
 
 def _under_torchrun(runs: Path, name: str | None, request: Request) -> int:
-    """One rank of a foreign torchrun.
+    """Train as one rank of a torchrun.
 
-    Ends that a restart would not change exit with 0, for torchrun restarts whatever exits otherwise; run.json and the
-    last line say how it really ended.
+    Exits with 0 whenever a restart would not help, because torchrun restarts ranks with any other exit code. run.json
+    and the last line say how the run really ended.
     """
     import torch.distributed as dist
 
     from train.supervise.worker import log_to
 
     log_to(sys.stderr)
-    # torchrun would start again what exits with another code than 0; srun, say, does not
+    # torchrun would restart a rank that exits with another code than 0; srun does not
     refused = 0 if "TORCHELASTIC_RUN_ID" in os.environ else EXIT_REFUSED
     rank_env = read_rank_env()
     meeting_port()
@@ -81,7 +81,7 @@ def _under_torchrun(runs: Path, name: str | None, request: Request) -> int:
     if rank_env.rank:
         received = json.loads(store.get("run"))
         if "refused" in received:
-            with contextlib.suppress(RuntimeError):  # rank 0, which may serve the store, leaves with the last one
+            with contextlib.suppress(RuntimeError):  # rank 0, which may serve the store, exits when all have read
                 store.add("heard", 1)
             leave(refused)
         leave(_rank_of_torchrun(Run(Path(received["folder"])).held(), received["attempt"], rank_env, StopRequest())[1])
@@ -111,7 +111,7 @@ def _under_torchrun(runs: Path, name: str | None, request: Request) -> int:
 
 
 def _refuse(store: Any, others: int, error: BaseException) -> None:
-    """Let the other ranks end, too, and wait until they have heard of it: this one may serve the store."""
+    """Make the other ranks end too, and wait until they have read it: this rank may serve the store."""
     store.set("run", json.dumps({"refused": one_line(error)}))
     until = time.monotonic() + _HEARD
     while store.add("heard", 0) < others and time.monotonic() < until:
@@ -119,14 +119,17 @@ def _refuse(store: Any, others: int, error: BaseException) -> None:
 
 
 def shape(rank_env: RankEnv) -> tuple[int, range]:
-    """How many ranks each machine of a torchrun has, and how many machines there are: GPUs, cores and loader processes
-    are those of one. Where machines differ, as if all ranks were on this one."""
+    """Return the number of ranks per machine of a torchrun, and the number of machines.
+
+    GPUs, cores and data workers are counted per machine. If machines have different numbers of ranks, all ranks count
+    as if they were on this one.
+    """
     machines, rest = divmod(rank_env.size, rank_env.local_size)
     return (rank_env.size, ALONE) if rest else (rank_env.local_size, range(machines, machines + 1))
 
 
 def _rank_of_torchrun(made: Run, attempt: int, rank_env: RankEnv, stop: StopRequest) -> tuple[Outcome, int]:
-    """Train a rank. Returns its end and its exit code."""
+    """Train as one rank. Returns its outcome and its exit code."""
     from train.supervise.worker import exit_code, keep_log, run_rank, show
 
     logs = made.logs(attempt)
@@ -138,7 +141,7 @@ def _rank_of_torchrun(made: Run, attempt: int, rank_env: RankEnv, stop: StopRequ
 
 
 def open_under_torchrun(runs: Path, name: str | None, request: Request) -> tuple[Run, Lock]:
-    """Create the run, or find it again when torchrun has restarted us."""
+    """Create the run, or find it again after torchrun has restarted this process."""
     from train.launcher.checks import prepare
 
     job = f"{os.environ.get('TORCHELASTIC_RUN_ID', 'none')}/{os.getppid()}"
@@ -153,5 +156,5 @@ def open_under_torchrun(runs: Path, name: str | None, request: Request) -> tuple
         made = folders.create(runs, name or folders.fresh_name(runs, found.task.file.stem), files, record)
     lock = made.acquire(patience=30.0)  # the ranks of the attempt before may still be ending
     if lock is None:
-        raise Refused(f"{made.name} is running already")
+        raise Refused(f"{made.name} is running; see: train show {made.name}")
     return made.held(), lock

@@ -1,4 +1,4 @@
-"""Checks a new run that goes on from a checkpoint of another one, and says what it has of that one."""
+"""Checks a new run that continues from a checkpoint of another run, and lists what it takes from that run."""
 
 from __future__ import annotations
 
@@ -31,35 +31,35 @@ from train.trainer.load import cpu_precision
 from train.trainer.updates import read_updates, spread_updates
 
 _OF_FORK = ("task.py", imports.MODULES, fingerprint.FACTS, "metrics.jsonl")
-"""What a fork has of the run that it is of, beside a checkpoint."""
+"""Files that a fork copies from the forked run, besides a checkpoint."""
 _RECORD_OF_FORK = (
     "task", "task_source", "task_imports", "task_watched", "task_sha256", "cwd", "samples", "chosen", "sets_epoch",
 )  # fmt: skip
-"""The same, of run.json."""
+"""Fields of run.json that a fork copies from the forked run."""
 _PLAIN = (bool, int, float, str, list, tuple, type(None))
 """Types of an optimizer's arguments that can be compared."""
 
 
 def prepare_fork(run: Run, step: int, flags: dict[str, str], ranks: int) -> Prepared:
-    """Check a new run that goes on from a checkpoint of this one, with these changes.
+    """Check a new run that continues from a checkpoint of this one, with these changes.
 
     Raises:
-        Refused: it cannot go on so.
+        Refused: it cannot continue so.
     """
     record, task = run.read(), task_of(run)
     before = config_of(run, task)
     config = configuration.with_flags(flags, task.Settings, task.file, configuration.to_flat(before))
     if config.optim.name != before.optim.name:
-        begin = f"begin anew with its weights: --init {run.name}@{step}"
-        raise Refused(f"--optim.name {config.optim.name} cannot go on from the state of {before.optim.name}; {begin}")
-    config.init = Init()  # its weights are those of the checkpoint
+        way = f"start a new run with its weights: --init {run.name}@{step}"
+        raise Refused(f"--optim.name {config.optim.name} cannot load the state of {before.optim.name}; {way}")
+    config.init = Init()  # the weights come from the checkpoint
     manifest, folder = manifests.verified(run, step), run.checkpoint(step)
     is_other = "batch_size" in flags or ranks != record["world_size"]
-    config.micro_batches = config.micro_batches or "full"  # it is of an earlier version
+    config.micro_batches = config.micro_batches or "full"  # the run is from an earlier version
     if is_other and "micro_batch_size" not in flags and "micro_batch_size" in record.get("chosen", ()):
         config.micro_batch_size = None
     if config.micro_batch_size == "auto":
-        raise Refused("--micro_batch_size auto: a fork does not try sizes; give a number")
+        raise Refused("--micro_batch_size auto does not work for a fork; give a number")
     checks.cut_batch(config, ranks, ALONE)
     source = of_run(run, task)
     found = checks.check_run(task, config, ranks, ranks, asked(source, flags))
@@ -68,8 +68,8 @@ def prepare_fork(run: Run, step: int, flags: dict[str, str], ranks: int) -> Prep
         config.cpu_threads, _ = cores.default_threads(ranks, found.precision.device, model)
     warnings = [*check_data(run, task, config, found.train_set, found.eval_sets), *imports.edited(run, record)]
     if found.total <= step:
-        end = f"the new run would end after {found.total}; give more --epochs or --steps"
-        raise Refused(f"the checkpoint is of step {step}, and {end}")
+        end = f"the new run would end after step {found.total}; give more --epochs or --steps"
+        raise Refused(f"the checkpoint is of step {step}, but {end}")
     early_stopping.check_goes_on(config.early_stopping, run, range(step, found.total))
     batch_norm.check(task, config, found.train_set, lambda: model, ranks, range(step, found.total))
     no_use = of_no_use(task, source)
@@ -93,13 +93,13 @@ def prepare_fork(run: Run, step: int, flags: dict[str, str], ranks: int) -> Prep
 
 
 def _changed(run: Run, step: int, task: Task, model: nn.Module, before: Config, after: Config) -> set[str]:
-    """What a change of fields changes in the optimizer's groups, once a checkpoint is seen to fit the new ones.
+    """Check that a checkpoint fits the changed configuration. Returns the optimizer arguments that change with it.
 
     Args:
-        model: as it is checked; it gets the state of the checkpoint.
+        model: The checked model; the state of the checkpoint is loaded into it.
 
     Raises:
-        Refused: that does not fit the model, the optimizer or what else is configured now.
+        Refused: the checkpoint does not fit the model, the optimizer or another part of the new configuration.
     """
     after = dataclasses.replace(after, device="cpu", parallel=Parallel(strategy="single"))
     world, precision = World(0, 1, 0, torch.device("cpu")), cpu_precision(after)
@@ -108,7 +108,7 @@ def _changed(run: Run, step: int, task: Task, model: nn.Module, before: Config, 
     try:
         load(run.checkpoint(step), model, optimizer, True, Hooks(task, update.strategy, after).extra)
     except ValueError as error:
-        raise Refused(f"{error}; to begin anew with its weights: --init {run.name}@{step}") from None
+        raise Refused(f"{error}; start a new run with its weights: --init {run.name}@{step}") from None
     old = [group for update in read_updates(task, model, before) for group in update.optimizer.param_groups]
     past = {id(parameter): group for group in old for parameter in group["params"]}
     return {

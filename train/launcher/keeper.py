@@ -1,8 +1,8 @@
-"""`train keeper`: brings interrupted runs back, at its start and for as long as it lives; saves all on SIGTERM.
+"""`train keeper`: resumes interrupted runs when it starts and while it lives; saves and stops all runs on SIGTERM.
 
-While it lives it holds a zygote that has torch imported, for launches and resumes to borrow, so that they begin at once
-(supervise/zygote.py).
-Safe beside other keepers and beside users: whoever takes a run's lock first has it. Imports no torch.
+While it lives it holds a zygote that has imported torch. Launches and resumes borrow it and so start faster
+(supervise/zygote.py). Several keepers and users are safe side by side: a run belongs to the process that takes its lock
+first. Imports no torch.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ from train.supervise import zygote
 LOOK_EVERY = 2.0
 """Seconds between two looks at the runs."""
 LONGEST_WAIT = 300.0
-"""A run that is refused, for example because its data is not there, is tried again after 2, 4, 8 … seconds, at most
-after so many."""
+"""Maximum seconds between two tries to resume a refused run, after pauses of 2, 4, 8 … seconds. A run is refused, for
+example, if its data are missing."""
 
 LEND_AGAIN = 30.0
 """Seconds between two starts of the zygote that launches borrow."""
 
 _at_once = threading.Semaphore(8)
-"""So many runs are looked after at the same time."""
+"""Limits how many runs are handled at the same time."""
 
 
 class _Lender:
-    """Holds the zygote that launches borrow; one that has ended (packages have changed) is started again."""
+    """Holds the zygote that launches borrow, and starts it again when it has ended, as it does when packages change."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
@@ -52,8 +52,8 @@ class _Lender:
             self._at = time.monotonic()
             try:
                 self._process = zygote.start_lender(hash_seed.with_seed(os.environ))
-            except OSError as error:  # the machine is busy: runs start cold meanwhile
-                screen.say(f"{run_folder.now()} no warm start: {one_line(error)}")
+            except OSError as error:  # the machine is busy
+                screen.say(f"{run_folder.now()} runs start slower for now, without a warm start: {one_line(error)}")
 
     def end(self) -> None:
         if self._process is not None:
@@ -61,7 +61,7 @@ class _Lender:
 
 
 class _Care:
-    """What is done for one run, and when it may be tried again."""
+    """The thread that handles one run, and when to try the run again."""
 
     def __init__(self) -> None:
         self.thread = threading.Thread()
@@ -73,7 +73,7 @@ class _Care:
 
 
 class _Log:
-    """Says each thing about a run once, and again only when it has changed."""
+    """Prints a line about a run, unless it equals the last line about that run."""
 
     def __init__(self) -> None:
         self._last: dict[Path, str] = {}
@@ -85,41 +85,41 @@ class _Log:
 
 
 def touch_sign_of_life() -> None:
-    """Give the keeper's sign of life, where the state folder can be written."""
+    """Give the keeper's sign of life, if the state folder is writable."""
     with contextlib.suppress(OSError):
         ownership.state_folder().mkdir(mode=0o700, parents=True, exist_ok=True)
         (ownership.state_folder() / "keeper").touch(mode=0o600)
 
 
 def remove_sign_of_life() -> None:
-    """Remove the sign of life of a keeper that ends as it was asked to."""
+    """Remove the sign of life of a keeper that ends on request."""
     with contextlib.suppress(OSError):
         (ownership.state_folder() / "keeper").unlink()
 
 
 def last_seen() -> float | None:
-    """When a keeper of this user gave its last sign of life, in seconds since the epoch; None: none runs."""
+    """Return when a keeper of this user last gave a sign of life, in seconds since the epoch. None: no keeper runs."""
     with contextlib.suppress(OSError):
         return (ownership.state_folder() / "keeper").stat().st_mtime
     return None
 
 
 def keep(runs: Path, once: bool) -> int:
-    """Look after the runs until SIGTERM or SIGINT, then stop and save those of this station. Returns an exit code.
+    """Keep the runs alive until SIGTERM or SIGINT, then save and stop those of this station. Returns an exit code.
 
-    With `once`: resume what was interrupted and return.
+    With `once`: resume the interrupted runs and return.
     """
     ended = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: ended.set())
     tell = _Log()
     if ownership.station_id(make=True) is None:
-        problem = "the state folder of this user cannot be read or written, so no run is resumed"
-        screen.say(f"{run_folder.now()} warning: {problem}; TRAIN_STATE names another")
+        problem = "no run is resumed, because the state folder of this user cannot be read or written"
+        screen.say(f"{run_folder.now()} warning: {problem}; set TRAIN_STATE to another folder")
     if not once:
         screen.say(f"{run_folder.now()} keeping the runs in {runs}")
     sign_of_life = touch_sign_of_life if not once else (lambda: None)
-    # each in a thread of its own: a run whose data set hangs while it is checked delays no other
+    # one thread per run: a run whose dataset hangs during its check must not delay the others
     cares: dict[Path, _Care] = {}
     held = _Lender()
     while not ended.is_set():
@@ -129,8 +129,8 @@ def keep(runs: Path, once: bool) -> int:
             if time.monotonic() >= care.again_at and not care.thread.is_alive():
                 care.thread = threading.Thread(target=_look_after, args=(run, tell, ended, care), daemon=True)
                 care.thread.start()
-                care.thread.join(0.1)  # most need nothing
-                sign_of_life()  # many that do need something take long
+                care.thread.join(0.1)  # most runs need nothing
+                sign_of_life()  # many runs that need something take long
         if once:
             break
         held.keep()
@@ -152,31 +152,31 @@ def _join(threads: Iterable[threading.Thread], sign_of_life: Callable[[], None])
 
 
 def _look_after(run: Run, tell: _Log, ended: threading.Event, care: _Care) -> None:
-    """Resume a run if it needs it. Nothing that is wrong with one run concerns the others."""
+    """Resume a run if necessary. A problem with one run does not affect the others."""
     try:
         with _at_once:
             _resume_if_interrupted(run, tell, ended)
         care.pause = LOOK_EVERY
     except tmux.Cancelled:
-        tell(run, "not resumed, for the keeper is stopping; the next one resumes it")
+        tell(run, "not resumed, because the keeper is stopping; the next keeper resumes it")
     except Refused as error:
         care.put_off()
         tell(run, f"cannot be resumed: {error}")
     except Exception as error:
         care.put_off()
-        tell(run, f"cannot be looked after: {one_line(error) or type(error).__name__}")
+        tell(run, f"cannot be kept: {one_line(error) or type(error).__name__}")
 
 
 def _resume_if_interrupted(run: Run, tell: _Log, ended: threading.Event) -> None:
     record = run.read()
-    # between its creation and its first attempt a run has no process for a moment
+    # for a moment between its creation and its first attempt a run has no process
     is_stillborn = record["state"] == states.CREATED and not run.alive() and not resumable.is_kept_elsewhere(record)
     is_stillborn &= time.time() - (run.folder / "run.json").stat().st_mtime > 30
     is_wanted = (
         (ownership.was_started_here(run.folder, record) or None) if is_stillborn else resumable.is_resumable(run)
     )
     if is_wanted is None:
-        tell(run, f"left alone, for it is not known as started here; to go on with it: train resume {run.name}")
+        tell(run, f"left alone, because it counts as a copy; to continue it: train resume {run.name}")
     if ended.is_set() or not is_wanted:
         return
     owner.opened(run)
@@ -185,13 +185,13 @@ def _resume_if_interrupted(run: Run, tell: _Log, ended: threading.Event) -> None
         tell(run, f"warning: {line}")
     with contextlib.suppress(Refused):
         record = run.read()
-    count = record.get("kept") or {"step": record["step"], "times": 1}  # by the process that has opened it
+    count = record.get("kept") or {"step": record["step"], "times": 1}  # written by the agent that has opened the run
     times = f" for the {count['times']}th time" if count["times"] > 1 else ""
     tell(run, f"resumed{times}" if record.get("script") else f"resumed after step {count['step']}{times}")
 
 
 def _stop_all(runs: Path, tell: _Log, sign_of_life: Callable[[], None]) -> None:
-    """Stop the live runs of this station, all at once, and wait until they have saved."""
+    """Stop all running runs of this station at once, and wait until they have saved."""
     own, here = ownership.station_id(), socket.gethostname()
 
     def stop(run: Run) -> None:
@@ -199,10 +199,10 @@ def _stop_all(runs: Path, tell: _Log, sign_of_life: Callable[[], None]) -> None:
             record = run.read()
             if not run.alive() or resumable.is_kept_elsewhere(record):
                 return
-            # a record without a station is of a user without a key, or of an earlier release
+            # a record without a station comes from a user without a key, or from an earlier release
             station = record.get(ownership.STATION)
             if station != own if station else record.get("host") != here:
-                tell(run, f"is of another station ({record.get('host')}); left alone")
+                tell(run, f"left alone, because it belongs to another station ({record.get('host')})")
                 return
             stopping.ask_to_stop(run, states.FOR_KEEPER)
             record = run.read_effective()

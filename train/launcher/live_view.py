@@ -1,4 +1,4 @@
-"""How a run progresses, drawn from its folder: one bar, the evaluations as they come. Imports no torch."""
+"""Shows a run's progress from its folder: a bar, and a line per evaluation. Imports no torch."""
 
 from __future__ import annotations
 
@@ -16,12 +16,13 @@ from train.screen import Bar
 
 
 class LogTail:
-    """Prints what comes to the log of a rank.
+    """Prints new output in the log of a rank.
 
-    Of lines that are drawn again and again their last state is printed; a terminal that follows sees them drawn.
+    A line that is redrawn again and again (a progress bar) is printed in its last state. A terminal that follows the
+    log gets every redraw.
 
     Args:
-        every: seconds between two lines about one that is still drawn; None: nobody follows, and it is printed once.
+        every: Seconds between two prints of a line that is still redrawn. None: the log is not followed, print it once.
     """
 
     def __init__(self, path: Path, stream: TextIO, every: float | None = EVERY) -> None:
@@ -29,17 +30,17 @@ class LogTail:
         self._folding = None if every is not None and stream.isatty() else Folding(every)
 
     def update(self) -> None:
-        """Print what has come since the last time."""
+        """Print what is new since the last call."""
         with contextlib.suppress(FileNotFoundError), self.path.open("rb") as file:
             file.seek(self._at)
             text = None
-            while text != b"":  # the folding is given that, too: it may be time for a line about what is drawn
+            while text != b"":  # the folding gets b"" too: a line about a redrawn one may be due
                 text = file.read(1 << 16)
                 self._put(self._folding.feed(text) if self._folding else text)
             self._at = file.tell()
 
     def end(self) -> None:
-        """Print the rest, and what is left of a line that nothing more comes to."""
+        """Print the rest, including an unfinished last line."""
         self.update()
         left = self._folding.end() if self._folding else b""
         self._put(left + b"\n" if left and not left.endswith(b"\n") else left)
@@ -51,7 +52,7 @@ class LogTail:
 
 
 class LiveView:
-    """Draws what is new in a run folder since it last looked: on a terminal a bar, elsewhere a line an evaluation."""
+    """Shows what is new in a run folder since the last look: a bar on a terminal, and a line per evaluation."""
 
     def __init__(self, run: Run, stream: TextIO, show_log: bool = False) -> None:
         self.run, self.stream, self.show_log = run, stream, show_log
@@ -76,7 +77,7 @@ class LiveView:
                 self.say(f"epoch {line['epoch']}  step {line['step']}  {figures(line['eval'])}")
 
     def say(self, text: str) -> None:
-        """A line that does not tear the bar."""
+        """Print a line without breaking the bar."""
         if self._bar is not None:
             self._bar.write(text)
         else:

@@ -1,4 +1,4 @@
-"""What a run was made with: versions, and the commit of the folder that it was launched in."""
+"""Records what made a run: versions, and the commit of the folder from which it was launched."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from train import gpus
 
 
 def versions(found: Sequence[gpus.Card] = ()) -> dict[str, str]:
-    """What computes: recorded with the run.
+    """Return the versions of everything that computes, for run.json.
 
     Args:
-        found: the GPUs; asking torch for a name would open one in this process.
+        found: The GPUs. Asking torch for a name would open a GPU in this process.
     """
     import torch
 
     return {
         "train": train.__version__,
         "python": platform.python_version(),
-        "torch": str(torch.__version__),  # a class of its own, which would bring torch wherever this is unpickled
+        "torch": str(torch.__version__),  # else a torch class, which needs torch to be unpickled
         "cuda": torch.version.cuda or "none",
         "gpu": found[0].name if found else "none",
     }
 
 
 def git_revision() -> str | None:
-    """The commit of the current folder, and whether files differ from it; None: it is in no checkout."""
+    """Return the commit of the current folder, marked if files differ from it. None: the folder is in no checkout."""
     command = ["git", "describe", "--always", "--dirty", "--abbrev=40"]
     with contextlib.suppress(OSError, subprocess.SubprocessError):
         return subprocess.check_output(command, stderr=subprocess.DEVNULL, text=True, timeout=10).strip() or None

@@ -1,4 +1,4 @@
-"""How many ranks run here, and which GPUs they may see."""
+"""Chooses how many ranks run on this machine, and which GPUs they may see."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from train.run import environment
 from train.run.run_folder import Run
 
 MOST_RANKS = 4096
-"""On one machine."""
+"""Maximum number of ranks on one machine."""
 _BY_UUID = "; a UUID, also of a MIG slice, goes into CUDA_VISIBLE_DEVICES"
-"""Where to put what --gpus does not take, as the end of a sentence."""
+"""End of a message: where UUIDs go, which --gpus does not take."""
 
 
 def count_ranks(nproc: str | None, gpus: str | None, cpu_only: bool = False) -> tuple[int, str | None]:
-    """Ranks on this machine and the GPU ids they may see (None: as they are).
+    """Return the number of ranks on this machine and the GPU ids they may see (None: unchanged).
 
-    A bare number of GPUs is a count; ids contain a comma (`2,` is id 2).
+    A number without a comma is a count of GPUs; ids contain a comma (`2,` is id 2).
 
     Raises:
-        Refused: not a number, not so many GPUs here, or no such GPU.
+        Refused: not a number, too few GPUs here, or no such GPU.
     """
     import torch
 
@@ -31,7 +31,7 @@ def count_ranks(nproc: str | None, gpus: str | None, cpu_only: bool = False) -> 
     visible: str | None = None
     if gpus is not None:
         chosen = _ids(gpus, here)
-        outer = os.environ.get(VISIBLE)  # ids count among the GPUs that this process may see
+        outer = os.environ.get(VISIBLE)  # ids are relative to the GPUs that this process may see
         visible = ",".join(outer.split(",")[int(i)].strip() if outer else i for i in chosen)
         here = len(chosen)
     if nproc is None:
@@ -39,23 +39,23 @@ def count_ranks(nproc: str | None, gpus: str | None, cpu_only: bool = False) -> 
     if nproc == "auto":
         return max(here, 1), visible
     if not is_whole(nproc) or not 1 <= whole(nproc) <= MOST_RANKS:
-        raise Refused(f"--nproc {nproc}: give a number of ranks from 1 to {MOST_RANKS}, or auto for one per GPU")
+        raise Refused(f"--nproc {nproc}: give a number of ranks from 1 to {MOST_RANKS}, or auto (one rank per GPU)")
     return whole(nproc), visible
 
 
 def choose(launch: LaunchRequest) -> tuple[int, str | None]:
-    """Ranks on this machine and the GPUs that they see (None: all), which this process then sees too.
+    """Return the number of ranks on this machine and the GPUs they see (None: all). This process then sees them too.
 
     Raises:
-        Refused: as count_ranks.
+        Refused: as in count_ranks.
     """
     nproc = launch.nproc
     if launch.kind == "resume":
         run = Run(Path(launch.runs) / launch.name)
         record, before = run.read(), environment.read(run.folder)
         saved = before.values.get(VISIBLE) if before is not None else None
-        # whoever resumes has the last word: by --gpus, whose ids count among those that they see themselves, or by the
-        # variable, where it is another one than the run was started with. Else it is as before
+        # a resume may change the GPUs: by --gpus, whose ids are relative to the GPUs that the caller sees, or by
+        # CUDA_VISIBLE_DEVICES, if it differs from the value at the start of the run; else they stay as they were
         if launch.gpus is not None or (launch.visible is not None and launch.visible != saved):
             see(launch.visible)
         else:
@@ -70,7 +70,7 @@ def choose(launch: LaunchRequest) -> tuple[int, str | None]:
 
 
 def see(visible: str | None) -> None:
-    """Let this process, and those that it starts, see these GPUs; None: all."""
+    """Make these GPUs visible to this process and to those it starts; None: all."""
     if visible is None:
         os.environ.pop(VISIBLE, None)
     else:
@@ -79,16 +79,16 @@ def see(visible: str | None) -> None:
 
 
 def _ids(gpus: str, here: int) -> list[str]:
-    """The ids in `0,2`, or the first so many of `here` GPUs."""
+    """Return the ids in `0,2`; for a count N the first N of `here` GPUs."""
     text = gpus.strip()
     is_count = "," not in text
     ids = [text] if is_count else [part.strip() for part in text.rstrip(",").split(",")]
     if not all(map(is_whole, ids)) or len(set(ids)) < len(ids) or (is_count and whole(text) < 1):
-        raise Refused(f"--gpus {gpus}: give a count of at least 1, or different ids with a comma (0,1 or 2,){_BY_UUID}")
+        raise Refused(f"--gpus {gpus}: give a count of at least 1, or distinct ids with a comma (0,1 or 2,){_BY_UUID}")
     if is_count:
         ids = [str(index) for index in range(min(whole(text), here + 1))]
     if any(whole(part) >= here for part in ids):
         if not here:
-            raise Refused(f"--gpus {gpus}: none is usable here; leave out --gpus to run on the CPU")
-        raise Refused(f"--gpus {gpus}: the ids of those that are usable here are 0 to {here - 1}; leave out --gpus")
+            raise Refused(f"--gpus {gpus}: no GPU is usable here; leave out --gpus to run on the CPU")
+        raise Refused(f"--gpus {gpus}: the usable GPUs here have ids 0 to {here - 1}; choose among them")
     return [str(int(part)) for part in ids]

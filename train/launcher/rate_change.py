@@ -1,4 +1,4 @@
-"""What a change of a run's length does to its learning rate, for who resumes or forks it."""
+"""Warns if a resume or a fork changes the learning rate by changing the length of the run."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ def warnings(
     run: Run, task: Task, configs: tuple[Config, Config], samples: int, step: int, flags: dict[str, str],
     *, is_fork: bool, has_rate: bool,
 ) -> list[str]:  # fmt: skip
-    """A line that says how the rate moves, and how to choose; none where it does not.
+    """Return a line that says how the learning rate moves and how to keep it; [] if it does not move.
 
     Args:
-        configs: before the change and after it.
-        samples: of the training set.
-        step: the one after which the run goes on.
-        flags: the fields that change.
-        has_rate: whether optim.lr is the rate.
+        configs: The configuration before the change and after it.
+        samples: Number of samples in the training set.
+        step: The step after which the run continues.
+        flags: The fields that change.
+        has_rate: Whether optim.lr is the learning rate.
     """
     before, after = (_planned(config, samples) for config in configs)
     with build.refusing(task, "schedule()"):
@@ -40,7 +40,7 @@ def warnings(
         f"{'schedule()' if task.schedule is not None else one.config.schedule.decay} over {one.total_steps} steps"
         for one in (before, after)
     )
-    moves = f"the learning rate was {old:.3g} in step {step} and is {new:.3g} in step {step + 1}"
+    moves = f"the learning rate changes from {old:.3g} in step {step} to {new:.3g} in step {step + 1}"
     text = f"{moves} ({now} now, {then} before)"
     wanted = (
         {} if not has_rate or {"optim.lr", "schedule.decay"} & flags.keys() else _stays(task, after.config, old, new)
@@ -48,7 +48,7 @@ def warnings(
     if wanted:
         typed = " ".join(f"--{name} {shlex.quote(value)}" for name, value in (flags | wanted).items())
         begin = "" if is_fork else f"train fork {run.name} --name NEW --checkpoint {step} "
-        text += f"; to go on at the rate of before: {begin}{typed}"
+        text += f"; to keep {old:.3g}: {begin}{typed}"
     return [text]
 
 
@@ -62,14 +62,14 @@ def _base(config: Config) -> float:
 
 
 def _logged(run: Run, step: int) -> float | None:
-    """The rate of a step by its own line: the run may have had another length then. None: it has no line."""
+    """Return the learning rate logged for a step; the run may have had another length then. None: not logged."""
     last = last_training(run)
     lines = [last] if last is not None and last["step"] <= step else each(run)
     return next((line.get("lr") for line in lines if line["step"] == step and not is_evaluation(line)), None)
 
 
 def _peak(run: Run, task: Task, planned: Planned) -> float:
-    """The peak rate of the first group, by the last line of the run: an optimizer of the task may have set it."""
+    """Return the peak learning rate of the first group, from the run's last line: the task's optimizer may set it."""
     line, fork = last_training(run), run.read().get("forked_from")
     if line is not None and line["step"] > (fork["step"] if fork else 0):
         factor = factors(task, *planned)(line["step"] - 1)
@@ -79,7 +79,7 @@ def _peak(run: Run, task: Task, planned: Planned) -> float:
 
 
 def _stays(task: Task, config: Config, old: float, new: float) -> dict[str, str]:
-    """Fields of a fork that goes on at the old rate; {} where no field says the rate."""
+    """Return the fields with which a fork continues at the old rate; {} if no field sets the rate."""
     if not old or not new:
         return {}
     if task.schedule is not None:

@@ -1,6 +1,6 @@
-"""What a user asks for: the request of a run and of its launch, and the task and the configuration that it makes.
+"""The requests for a run and for its launch, and the task and configuration they resolve to.
 
-Imports neither torch nor pydantic until a request is resolved: the agent reads its request before it needs them.
+Imports torch and pydantic only when a request is resolved: the agent reads its request before it needs them.
 """
 
 from __future__ import annotations
@@ -18,60 +18,60 @@ if TYPE_CHECKING:
     from train.config import Config
 
 ALONE = range(1, 2)
-"""One machine."""
+"""The numbers of machines of a run on one machine."""
 
 
 @dataclasses.dataclass
 class Request:
-    """What the user asked for, as text: it travels from `train launch` to the process that imports torch."""
+    """What the user asked for, as text. `train launch` sends it to the process that imports torch."""
 
     task: str
     flags: dict[str, str]
     config_file: str | None = None
     ranks: int = 1
-    """On this machine."""
+    """Number of ranks on each machine."""
     nodes: range = ALONE
-    """Numbers of machines that it may have, each with so many ranks."""
+    """Possible numbers of machines."""
     copy: str | None = None
-    """The file of the task as it was when the run was handed over; modules beside the original are still found."""
+    """Copy of the task's file, made at submission. Modules beside the original are still found."""
 
 
 @dataclasses.dataclass
 class LaunchRequest:
-    """What the process inside tmux is to do, in types that JSON has."""
+    """What the agent is to do, in types that JSON has."""
 
     kind: str
     """new, script, resume or fork"""
     runs: str
     name: str
     request: dict[str, Any] = dataclasses.field(default_factory=dict)
-    """With new: a Request without its ranks. With fork: the run that it is `of`, and the `step` of its checkpoint."""
+    """For new: a Request without its ranks. For fork: the forked run (`of`) and the `step` of its checkpoint."""
     flags: dict[str, str] = dataclasses.field(default_factory=dict)
-    """With resume and fork: the fields that change. With script: its watch.*."""
+    """For resume and fork: the fields that change. For script: its watch.* fields."""
     script: list[str] = dataclasses.field(default_factory=list)
-    """With script: the file and its arguments."""
+    """For script: the file and its arguments."""
     nproc: str | None = None
     gpus: str | None = None
     max_restarts: int | None = None
     visible: str | None = None
-    """CUDA_VISIBLE_DEVICES where it was typed; None: not set, or the keeper resumes."""
+    """CUDA_VISIBLE_DEVICES of the calling shell; None: not set, or the keeper resumes."""
     cluster: dict[str, Any] | None = None
-    """On several machines: nodes.Settings. With resume: None leaves them as they are, {}: this one alone."""
+    """For several machines: nodes.Settings. For resume: None keeps the machines, {} uses only this one."""
     queued: bool = False
-    """With new: the folder is there already, for an engine was to start the run; see cluster/node_agent.py."""
+    """For new: the folder exists already, made by `train submit`; see cluster/node_agent.py."""
     submission: str | None = None
-    """With new: which submission the run is of."""
+    """For new: the id of the submission."""
     by_keeper: bool = False
-    """With resume: the keeper asks, so it must still be wanted when the run's lock is held."""
+    """For resume: the keeper asks, so check again that the run should resume once its lock is held."""
 
 
 def runs_of_node(
     runs: Path, name: str, cluster: dict[str, Any] | None, flags: dict[str, str], config_file: str | None
 ) -> Path:
-    """Where a node keeps its part of a new run, given --runs: node 0 there; another one too, unless all share it.
+    """Return the folder in which a node keeps its part of a new run: --runs itself, or a subfolder if nodes share it.
 
     Raises:
-        Refused: another node of the run has its folder where node 0's is to be.
+        Refused: another node of the run has its folder in the place of node 0's.
     """
     from train import config as configuration
 
@@ -82,20 +82,20 @@ def runs_of_node(
     if cluster["node"] == 0:
         if other:
             raise Refused(
-                f"{runs / name} is that of node {other}; where machines share --runs, launch node 0 first, or "
-                "give each a --runs of its own"
+                f"{runs / name} belongs to node {other}; give each machine its own --runs, or, if they share it, "
+                "launch node 0 first"
             )
         return runs
     strategy = flags.get("parallel.strategy")
     if strategy is None and config_file is not None:
-        with contextlib.suppress(Refused):  # a check will say what is wrong with it
+        with contextlib.suppress(Refused):  # a later check reports the problem
             strategy = configuration.flatten(configuration.read_toml(Path(config_file))).get("parallel.strategy")
     is_shared = strategy in configuration.SPREAD or other == 0
     return folders.of_node(runs, cluster["node"]) if is_shared else runs
 
 
 def resolve(request: Request) -> tuple[Task, Config]:
-    """The task and the configuration that its defaults, file and flags make; see config/resolve.py.
+    """Return the task, and the configuration from its defaults, the file and the flags; see config/resolve.py.
 
     Raises:
         Refused: something in them is unknown or wrong.
@@ -107,10 +107,10 @@ def resolve(request: Request) -> tuple[Task, Config]:
 
 
 def load_task(name: str, copy: str | None) -> Task:
-    """The task that a request names; of a copy, with the modules beside the original.
+    """Load the task that a request names. A copy is loaded with the modules beside the original.
 
     Raises:
-        Refused: as `load`.
+        Refused: as in `load`.
     """
     if copy is None:
         return load(name)

@@ -1,6 +1,6 @@
-"""Whether a run may be resumed, by its user and by the keeper, and when the keeper gives one up. Imports no torch.
+"""Decides whether a run may be resumed by its user or by the keeper, and when the keeper gives up. Imports no torch.
 
-What a resume checks, and which fields it may change, is in resume.py.
+For the checks of a resume, and for the fields that it may change, see resume.py.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from train.run.run_folder import Run
 from train.supervise import decide
 
 KEEPER_TRIES = 3
-"""Resumes by the keeper in a row, without a new checkpoint, after which a run is failed."""
+"""Maximum number of resumes by the keeper in a row without a new checkpoint. After them the run has failed."""
 
 
 def is_resumable(run: Run) -> bool | None:
-    """Whether `train resume --all` and the keeper take this run: not those that a user stopped, or that failed.
+    """Whether `train resume --all` and the keeper resume this run. They skip runs that a user stopped or that failed.
 
-    None: they would if this station had started it.
+    None: they would resume it if it had been started on this station.
     """
     try:
         record = run.read_effective()
@@ -36,34 +36,34 @@ def is_resumable(run: Run) -> bool | None:
 
 
 def is_kept_elsewhere(record: Record) -> bool:
-    """Whether another one starts a run again: the engine that has it, or its user; or another machine that
-    has this part of a run over several, and sees the same folder."""
+    """Whether something else resumes this run: the cluster that it was submitted to (or its user), or another machine
+    of a run on several machines, which sees the same folder."""
     is_elsewhere = record.get("cluster") and record.get("host") != socket.gethostname()
     return bool(record.get("submitted") or record.get("submission") or is_elsewhere)
 
 
 def check_flags(run: Run, flags: dict[str, str]) -> None:
-    """Raises Refused where a resume may not change fields to these values, as far as is known without the task."""
+    """Raise Refused if a resume may not change fields to these values, as far as is known without the task."""
     from train import config
     from train.config.resolve import check_changes
 
     before, given = run.read_config(), config.check_flags(flags)
-    # a field that is not in the file may have its default, or be none
+    # a field that is missing in the file may have its default or be none
     after = before | {name: value for name, value in given.items() if name in before}
     check_changes(before, after, f"cannot change {run.name}", fork_of(run, flags))
 
 
 def fork_of(run: Run, flags: dict[str, str]) -> str:
-    """The command that goes on with these fields in a new run, as the end of a refusal."""
+    """Return the end of a refusal: the command that continues with these fields in a new run."""
     typed = " ".join(f"--{name} {shlex.quote(text)}" for name, text in flags.items())
-    return f"go on in a new run: train fork {run.name} --name NEW {typed}"
+    return f"continue in a new run: train fork {run.name} --name NEW {typed}"
 
 
 def nothing_left(run: Run, flags: dict[str, str]) -> str:
-    """What to say instead of resuming a run that has finished, unless these fields give it more to do; '' otherwise.
+    """Return what to print instead of resuming a finished run; '' if the run is not finished or gets more to do.
 
     Raises:
-        Refused: it is running.
+        Refused: the run is running.
     """
     if run.state() == states.RUNNING:
         raise Refused(f"{run.name} is running; see: train show {run.name}")
@@ -72,8 +72,8 @@ def nothing_left(run: Run, flags: dict[str, str]) -> str:
     record = run.read()
     why = f" ({record['reason']})" if record.get("reason") else ""
     field = "early_stopping.patience" if why else "epochs"
-    more = "" if record.get("script") else f"; for more: train resume {run.name} --{field} N"
-    return f"{run.name} has finished already{why}{more}"
+    more = "" if record.get("script") else f"; to train longer: train resume {run.name} --{field} N"
+    return f"{run.name} has already finished{why}{more}"
 
 
 def gives_more(flags: Iterable[str]) -> bool:
@@ -82,8 +82,10 @@ def gives_more(flags: Iterable[str]) -> bool:
 
 
 def keeper_count(run: Run, record: Record) -> dict[str, int]:
-    """The keeper's count for a run that it resumes now: deaths in a row without a new checkpoint. Stops are none, nor
-    is an end while other machines were waited for, before any attempt began."""
+    """Return the keeper's count for a run that it resumes now: interruptions in a row without a new checkpoint.
+
+    Stops do not count. Nor does an end before the first attempt, while the run waited for other machines.
+    """
     cluster = record.get("cluster")
     saved = int(record["step"]) if cluster and cluster["node"] else run.newest_checkpoint  # node 0 saves
     counted = record.get("kept") or {"step": -1, "times": 0}
@@ -93,7 +95,7 @@ def keeper_count(run: Run, record: Record) -> dict[str, int]:
 
 
 def why_given_up(record: Record, count: dict[str, int]) -> str:
-    """Why the keeper resumes a run no more, by its count for it; '' where it does."""
+    """Return why the keeper gives up a run, given its count; '' if it goes on resuming the run."""
     if count["times"] <= KEEPER_TRIES:
         return ""
     if record.get("script"):
@@ -102,13 +104,15 @@ def why_given_up(record: Record, count: dict[str, int]) -> str:
 
 
 def _has_only_waited(record: Record, attempts: int) -> bool:
-    """Whether a run over several machines gave up before an attempt began, since there were so many. One that was
-    killed meanwhile has not written down its end."""
+    """Whether a run on several machines gave up waiting for them, without a new attempt since there were `attempts`.
+
+    A run that was killed while it waited has not recorded its end.
+    """
     return record.get("cluster") is not None and len(record["attempts"]) == attempts and bool(record.get("ended"))
 
 
 def _ran_well(run: Run, record: Record) -> bool:
-    """Whether the last attempt of a script ran so long that deaths before it do not count."""
+    """Whether the last attempt of a script ran so long that earlier interruptions do not count."""
     if not record.get("script") or not record["attempts"]:
         return False
     attempt = record["attempts"][-1]

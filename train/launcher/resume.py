@@ -1,4 +1,4 @@
-"""Checks a run that continues: that it is what it was, but for what a resume may change."""
+"""Checks a resume: the run must be unchanged, except for what a resume may change."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ from train.trainer.build import config_of, data_differs, task_of
 
 
 def prepare_resume(run: Run, flags: dict[str, str], local: int, nodes: range = ALONE) -> tuple[Config, list[str]]:
-    """Check that a run can continue, with these changes; nothing is written. Also returns warnings.
+    """Check that a run can continue with these changes. Writes nothing. Also returns warnings.
 
     Args:
-        local: ranks on this machine.
-        nodes: numbers of machines that it may have.
+        local: Number of ranks on this machine.
+        nodes: Possible numbers of machines.
 
     Raises:
-        Refused: it cannot continue as it stands or as asked for.
+        Refused: the run cannot continue as it is, or not with these changes.
     """
     record, task, ranks = run.read(), task_of(run), local * nodes[-1]
     config = kept = config_of(run, task)
@@ -46,27 +46,28 @@ def prepare_resume(run: Run, flags: dict[str, str], local: int, nodes: range = A
         check_changes(before, configuration.to_flat(config), f"cannot change {run.name}", fork_of(run, flags))
     step, manifest, unused = manifests.newest_valid(run)
     if manifest:
-        what = f"{run.folder / 'config.toml'} does not fit its checkpoints"
+        what = f"{run.folder / 'config.toml'} does not fit the checkpoints of {run.name}"
         check_changes(manifest["config"], configuration.to_flat(config), what)
         if manifest.get("task_sha256") != task.sha256:
             if not task.is_built_in:
-                raise Refused(f"{task.file} is not the task that {run.name} was trained with; put the original back")
-            unused.append(f"the task {task.name} has changed since; {run.name} goes on with it as it is now")
+                raise Refused(f"{task.file} has changed since {run.name} started; put the original back")
+            unused.append(f"the task {task.name} has changed since; {run.name} continues with the new version")
     if not isinstance(config.micro_batch_size, int) or config.cpu_threads is None:
-        raise Refused(f"{run.folder / 'config.toml'} lacks micro_batch_size or cpu_threads; put them back")
+        raise Refused(f"micro_batch_size or cpu_threads is missing in {run.folder / 'config.toml'}; put it back")
     if config.precision in ON_GPU_ALONE and (config.device == "cpu" or not cuda.device_count()):
-        problem = f"{run.name} computes in {config.precision}, which a CPU has not, and a resume may not change that"
-        raise Refused(f"{problem}; resume it where torch sees a GPU: nvidia-smi")
+        problem = f"{run.name} computes in {config.precision}, which needs a GPU, but torch sees none here"
+        raise Refused(f"{problem}; check with nvidia-smi, or resume it on a machine with a GPU")
     checks.check_ranks(config, local, nodes)
     source = of_run(run, task)
     try:
         found = checks.check_run(task, config, local, ranks, asked(source, flags))
     except NoGPU:
-        on_cpu = f"to continue on the CPU, with other bits: train resume {run.name} --device cpu"
-        raise NoGPU(f"{run.name} computes on GPUs, and torch sees none here: see nvidia-smi; {on_cpu}") from None
+        on_cpu = f"check with nvidia-smi, or continue on the CPU with other bits: train resume {run.name} --device cpu"
+        raise NoGPU(f"{run.name} computes on GPUs, but torch sees none here; {on_cpu}") from None
     warnings = [*unused, *check_data(run, task, config, found.train_set, found.eval_sets), *imports.edited(run, record)]
     if found.total < step:
-        raise Refused(f"{run.name} has trained {step} steps already, more than the {found.total} now asked for")
+        more = f"more than the requested {found.total}; give more --epochs or --steps"
+        raise Refused(f"{run.name} has already trained {step} steps, {more}")
     wanted = range(step, found.total) if record["state"] == states.FINISHED else range(0)  # its user wants more
     early_stopping.check_goes_on(config.early_stopping, run, wanted)
     for field in [field for field in checks.METRICS if field in flags]:
@@ -83,7 +84,7 @@ def prepare_resume(run: Run, flags: dict[str, str], local: int, nodes: range = A
     )  # fmt: skip
     micros = build.plan_of(config, len(found.train_set)).micro_batches(0)
     if micros < ranks:
-        warnings.append(f"{ranks} ranks share {micros} micro batches per step: {ranks - micros} compute nothing new")
+        warnings.append(f"a step has {micros} micro batches for {ranks} ranks, so {ranks - micros} ranks have no work")
     warnings += rate_change.warnings(
         run, task, (kept, config), len(found.train_set), step, flags,
         is_fork=False, has_rate="optim.lr" not in of_no_use(task, source),
@@ -92,12 +93,12 @@ def prepare_resume(run: Run, flags: dict[str, str], local: int, nodes: range = A
 
 
 def _elsewhere(run: Run, flags: dict[str, str]) -> str:
-    """What to say of fields that a resume may not change, as the end of a refusal."""
-    return f"; {fork_of(run, flags)}" if run.newest_checkpoint else "; it has no checkpoint, so begin a new run"
+    """Return the end of a refusal about fields that a resume may not change."""
+    return f"; {fork_of(run, flags)}" if run.newest_checkpoint else "; it has no checkpoint, so start a new run"
 
 
 def check_data(run: Run, task: Task, config: Config, train_set: Any, eval_sets: dict[str, Any]) -> list[str]:
-    """Whether the data are those that a run began with. Returns warnings.
+    """Check that the data are those with which the run started. Returns warnings.
 
     Raises:
         Refused: they are not.
@@ -106,16 +107,16 @@ def check_data(run: Run, task: Task, config: Config, train_set: Any, eval_sets: 
     if differs:
         way = "put them back as they were"
         if then and (hidden := fingerprint.hidden_in(then)):
-            version = run.read().get("git_revision") or "that it was started with"
-            way = f"hidden files ({hidden[0]}) are no data any more: go on with the version {version}"
-        anew = f"begin anew with its weights: --init {run.name}"
-        raise Refused(f"the data differ from those that {run.name} began with: {differs}; {way}, or {anew}")
+            version = run.read().get("git_revision") or "with which it was started"
+            way = f"this version skips hidden files ({hidden[0]}), so continue with the version {version}"
+        init = f"start a new run with its weights: --init {run.name}"
+        raise Refused(f"the data have changed since {run.name} started ({differs}); {way}, or {init}")
     samples = run.read().get("samples", len(train_set))
-    if len(train_set) != samples:  # of a run of an earlier version, for others differ by now
+    if len(train_set) != samples:  # only for a run of an earlier version: the check above covers the others
         raise Refused(
-            f"the training set has {len(train_set)} samples now and had {samples} when {run.name} was started; put "
-            "the data back as it was"
+            f"the training set had {samples} samples when {run.name} started and has {len(train_set)} now; put "
+            "the data back as they were"
         )
     if then and then["format"] != fingerprint.FORMAT:
-        return [f"{run.name} is of an earlier version: whether its data have changed is not compared"]
+        return [f"{run.name} is from an earlier version, so its data are not checked for changes"]
     return []

@@ -1,4 +1,4 @@
-"""Programs of users' own, which run where they lie: their checks, and which of their files have changed. No torch."""
+"""Checks scripts, which run where they are, and finds which of their files have changed. Imports no torch."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from train.run import imports, owner
 from train.run.record import Record
 from train.run.run_folder import Run
 
-AFTER_STOP = "starts it again: it goes on from what it has saved by itself, if it has"
+AFTER_STOP = "starts it again; it continues if it loads its own checkpoint"
 """What `train resume` does to a script that was stopped."""
 
 
 def check(launch: LaunchRequest, run: Run | None) -> tuple[dict[str, Any], list[str]]:
-    """Check a script and its limits, of a new run or of one that is resumed.
+    """Check a script and its limits, for a new run or a resumed one.
 
     Returns:
         Fields of run.json, and warnings.
 
     Raises:
-        Refused: the file cannot be read, or a field is not of scripts.
+        Refused: the file cannot be read, or a field is not for scripts.
     """
     watch = watch_flags(launch.flags)
     if run is not None:
@@ -44,7 +44,7 @@ def check(launch: LaunchRequest, run: Run | None) -> tuple[dict[str, Any], list[
 
 
 def check_readable(path: Path, what: str, remedy: str = "") -> None:
-    """Raises Refused where a script is gone, may not be read or must not be run; `what` stands before its path."""
+    """Raise Refused if a script is gone, unreadable or must not be run. `what` precedes its path in the message."""
     try:
         path.open("rb").close()
     except OSError as error:
@@ -54,20 +54,20 @@ def check_readable(path: Path, what: str, remedy: str = "") -> None:
 
 
 def watch_flags(flags: dict[str, str]) -> dict[str, Any]:
-    """The limits of a script's run, as `--watch.NAME VALUE` gives them.
+    """Return the limits of a script's run from `--watch.NAME VALUE`.
 
     Raises:
-        Refused: another field, or no such value.
+        Refused: another field, or a wrong value.
     """
     from train import config
 
     for name in flags:
         if not name.startswith("watch."):
-            raise Refused(f"--{name} is for tasks; a script has the fields watch.*, and its arguments stand after --")
+            raise Refused(f"--{name} is for tasks, not for scripts; put arguments of the script after --")
     return {name.removeprefix("watch."): value for name, value in config.check_flags(flags).items()}
 
 
 def warnings(record: Record) -> list[str]:
-    """Warnings about the script when it is started again."""
+    """Return warnings about a script that is started again."""
     changed = imports.changed(record.get("script_files"))
-    return [f"{changed} changed since {record['name']} was launched; it runs as it is now"] if changed else []
+    return [f"{changed} changed since {record['name']} was launched; the new version runs"] if changed else []

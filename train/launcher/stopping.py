@@ -1,4 +1,4 @@
-"""How a run is stopped from outside, and what is said of how it stands then. Imports no torch."""
+"""Stops a run from outside, and reports its state afterwards. Imports no torch."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from train.supervise import attempts
 
 
 def stop(run: Run, now: bool) -> tuple[int, str]:
-    """Stop a run and wait until it has. Returns an exit code and a line that says how it stands.
+    """Stop a run and wait until it has stopped. Returns an exit code and a line about its state.
 
     Raises:
-        Refused: its folder takes no request, or no record.
+        Refused: the request or the record cannot be written into its folder.
     """
-    run = run.held()  # it may be renamed meanwhile
+    run = run.held()  # the run may be renamed meanwhile
     is_script = bool(run.read().get("script"))
     while True:
         if run.alive():
-            if is_script and not now:  # it may never listen
-                screen.remark(f"waiting for {run.name} to end; at once: train stop {run.name} --now")
+            if is_script and not now:  # it may ignore SIGTERM for ever
+                screen.remark(f"waiting for {run.name} to stop; to end it at once: train stop {run.name} --now")
             ask_to_stop(run, states.NOW if now else states.POLITE)
         record = run.read_effective()
         if not (record["state"] in (states.INTERRUPTED, states.COPY) or states.rests_by_itself(record)):
@@ -32,25 +32,25 @@ def stop(run: Run, now: bool) -> tuple[int, str]:
         lock = run.acquire()
         if lock is not None:  # else a resume has just begun
             break
-    # by the user's wish it rests now: nothing brings it back by itself
+    # the user wants the run to stay stopped: nothing resumes it automatically
     reason = "stopped (train stop)"
     if not is_script:
         reason += f"; the last checkpoint is of step {run.newest_checkpoint}"
     try:
         attempts.record_end(run, states.STOPPED, reason, signals.USER)
     except OSError as error:
-        problem = f"{run.name} has ended, but its folder takes no record of it ({error.strerror}); when it does"
-        raise Refused(f"{problem}: train stop {run.name}, or a keeper brings it back") from None
+        problem = f"{run.name} has ended, but that cannot be written into its folder ({error.strerror})"
+        raise Refused(f"{problem}; mend that, then: train stop {run.name} (or a keeper resumes it)") from None
     finally:
         lock.release()
     return how_it_stands(run.read_effective())
 
 
 def stop_and_wait(run: Run, wanted: str) -> None:
-    """Ask until a run is not alive any more: one that is just starting may overlook the first request.
+    """Ask a run to stop until it has ended: a run that is just starting may miss the first request.
 
     Raises:
-        OSError: its folder takes no request.
+        OSError: the request cannot be written into its folder.
     """
     while run.alive():
         if run.stop_asked() not in (wanted, states.NOW):
@@ -60,22 +60,22 @@ def stop_and_wait(run: Run, wanted: str) -> None:
 
 
 def ask_to_stop(run: Run, wanted: str) -> None:
-    """Ask a live run to stop and wait until it has.
+    """Ask a running run to stop and wait until it has stopped.
 
     Raises:
-        Refused: its folder takes no request, on a full disk for example.
+        Refused: the request cannot be written into its folder, for example on a full disk.
     """
     try:
         stop_and_wait(run, wanted)
     except OSError as error:
         pid = (run.read().get("pids") or {}).get("agent")
         by_signal = f", or on {run.read().get('host')}: kill {pid}" if pid else ""
-        problem = f"{run.folder} takes no request to stop ({error.strerror})"
+        problem = f"the request to stop cannot be written into {run.folder} ({error.strerror})"
         raise Refused(f"{problem}; free space there, then: train stop {run.name}{by_signal}") from None
 
 
 def how_it_stands(record: Record) -> tuple[int, str]:
-    """Of a run that was asked to stop: an exit code, and a line."""
+    """Return an exit code and a line about a run that was asked to stop."""
     name = record["name"]
     if record["state"] == states.FAILED:
         return EXIT_FAILED, f"{name} failed: {record['reason']}"
@@ -85,7 +85,7 @@ def how_it_stands(record: Record) -> tuple[int, str]:
 
 
 def how_to_go_on(record: Record) -> str:
-    """What a user can do with a stopped run."""
+    """Return how to continue a stopped run."""
     if record.get("script"):
         return f"train resume {record['name']} {AFTER_STOP}"
     return f"continue with: train resume {record['name']}"

@@ -1,6 +1,6 @@
-"""What the source of a task says before it runs: which fields of the configuration it reads, and what nothing calls.
+"""Reads a task's source before it runs: which config fields it reads, and which of its functions are never used.
 
-Found by reading the task's file and the modules that it imports. Imports no torch.
+Covers the task's file and the modules that it imports. Imports no torch.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from train.run.run_folder import Run
 from train.tasks import ARGUMENTS, Task
 
 _NAMES = {"config", "cfg", "conf"}
-"""What a configuration is often called where nothing shows it."""
+"""Common names of a configuration, for places where its name cannot be derived."""
 _HARMLESS = {
     "dataclass", "no_grad", "inference_mode", "enable_grad", "cache", "lru_cache", "wraps", "contextmanager", "compile",
     "script", "final", "total_ordering",
 }  # fmt: skip
-"""Decorators that only change what they get; any other one may keep it and call it."""
+"""Decorators that only change the function they get. Any other decorator may keep the function and call it."""
 _Function = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
 _MEANT = {
     "training_step": "loss", "train_step": "loss", "compute_loss": "loss", "criterion": "loss", "loss_fn": "loss",
@@ -42,7 +42,7 @@ _MEANT = {
     "default_config": "DEFAULTS", "cfg": "DEFAULTS", "hparams": "DEFAULTS", "hyperparameters": "DEFAULTS",
     "params": "DEFAULTS", "args": "DEFAULTS",
 }  # fmt: skip
-"""What other trainers call, and its name here."""
+"""Maps names that other trainers use to the names used here."""
 
 
 class Source:
@@ -51,9 +51,9 @@ class Source:
     def __init__(self, task: bytes, modules: Callable[[], list[bytes]], name: str, is_whole: bool = True) -> None:
         """
         Args:
-            modules: reads them, once and where they are asked for.
-            name: the module that the task's file is, for who imports it.
-            is_whole: whether these are all modules that it imports.
+            modules: reads the modules; called once, on first use.
+            name: The module name of the task's file, as in imports of it.
+            is_whole: Whether these are all modules that the task imports.
         """
         self._name, self._modules, self._is_whole = name, modules, is_whole
         self.task = _parse(task)
@@ -67,8 +67,8 @@ class Source:
         return [self.task, *self._others]
 
     def reads(self, field: str) -> bool:
-        """Whether a field, GROUP.NAME, is read somewhere, or may be by code that is not seen here: its group, or the
-        whole configuration, is handed to it."""
+        """Whether a field, GROUP.NAME, is read somewhere or may be read by unknown code, because the field's group or
+        the whole configuration is passed to it."""
         group, _, rest = field.partition(".")
         read = self._read
         return (
@@ -76,7 +76,7 @@ class Source:
         )
 
     def mentions(self, name: str) -> bool:
-        """Whether an attribute of this name is read, or is a text, anywhere."""
+        """Whether an attribute of this name is read, or a string equals the name, anywhere."""
         nodes = (node for tree in self._all for node in ast.walk(tree))
         return any(
             (isinstance(node, ast.Attribute) and node.attr == name)
@@ -85,11 +85,11 @@ class Source:
         )
 
     def binds(self, name: str) -> bool:
-        """Whether the task's file gives a value to this name: as a function, by an assignment, by an import."""
+        """Whether the task's file binds this name by a function, a class, an assignment or an import."""
         return any(name in _bound(node) for node in _statements(self.task.body))
 
     def keys_of(self, name: str) -> set[Any]:
-        """The keys that a dict of the task's file is written with."""
+        """Return the constant keys of a dict literal in the task's file."""
         values = (node.value for node in _statements(self.task.body) if name in _bound(node) and hasattr(node, "value"))
         keys = (key for value in values if isinstance(value, ast.Dict) for key in value.keys)
         return {key.value for key in keys if isinstance(key, ast.Constant)}
@@ -117,7 +117,7 @@ class Source:
         return read
 
     def _configurations(self) -> set[str]:
-        """Names of variables and attributes that are the configuration: as the engine gives it, and handed on."""
+        """Return names of variables and attributes that hold the configuration, as given by the engine or passed on."""
         nodes = [node for tree in self._all for node in ast.walk(tree)]
         functions, values = _functions(nodes), list(_assigned(nodes))
         found = set(_NAMES)
@@ -135,8 +135,8 @@ class Source:
                 return found
 
     def unused(self) -> dict[str, str]:
-        """Public functions, classes and dicts in capitals of the task's file that nothing uses and the engine does not
-        know, each with the engine's name for it, or ''."""
+        """Return public functions, classes and dicts in capitals of the task's file that neither the task nor the
+        engine uses, each with the engine's name for it, or ''."""
         own = {name: node for node in _statements(self.task.body) for name in _bound(node) if _is_candidate(name, node)}
         own = {name: node for name, node in own.items() if name not in (*ARGUMENTS, "Settings", "DEFAULTS")}
         if not own:
@@ -157,26 +157,26 @@ class Source:
 
 @dataclasses.dataclass
 class _Read:
-    """What is read of the configuration."""
+    """The parts of the configuration that are read."""
 
     pairs: set[tuple[str, str]] = dataclasses.field(default_factory=set)
-    """Of a group and a name."""
+    """Pairs of a group and a name."""
     groups: set[str] = dataclasses.field(default_factory=set)
-    """Handed on as a whole."""
+    """Groups that are passed on as a whole."""
     is_all: bool = False
-    """The configuration is handed to code that is not seen here."""
+    """Whether the whole configuration is passed to unknown code."""
 
 
 @dataclasses.dataclass
 class _Names:
-    """Functions and classes of these files, whose code is seen."""
+    """Names of functions and classes whose code is in these files."""
 
     trees: list[ast.Module]
 
     def __post_init__(self) -> None:
         nodes = [node for tree in self.trees for node in ast.walk(tree)]
         self._names = {node.name for node in nodes if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))}
-        self._names -= {"__init__"}  # of a class of somebody else's, by super()
+        self._names -= {"__init__"}  # may be that of a foreign class, called by super()
         for node in nodes:
             if isinstance(node, ast.ClassDef) and any(getattr(one, "name", "") == "__init__" for one in node.body):
                 self._names.add(node.name)
@@ -184,18 +184,18 @@ class _Names:
                 self._names |= {target.id for target in node.targets if isinstance(target, ast.Name)}
 
     def has(self, function: ast.expr) -> bool:
-        """Whether what is called is one of them."""
+        """Whether a called function is one of them."""
         return _last(function) in self._names
 
 
 def of_task(file: Path, beside: Path) -> Source:
-    """The source of a task's file, and of what it imports from where people edit."""
+    """Return the source of a task's file and of the modules it imports, except installed packages."""
     is_built_in = file.parent == Path(tasks.__file__).parent
     return Source(file.read_bytes(), lambda: [] if is_built_in else imports.sources(file, beside), file.stem)
 
 
 def of_run(run: Run, task: Task) -> Source:
-    """The source of a run's copy of its task, and of its modules."""
+    """Return the source of a run's copy of its task and of its modules."""
     record, kept = run.read(), run.folder / imports.MODULES
 
     def modules() -> list[bytes]:
@@ -210,24 +210,24 @@ def of_run(run: Run, task: Task) -> Source:
 
 
 def unused_warning(source: Source, file: Path) -> list[str]:
-    """A line that names what nothing of a task's file calls; none where there is nothing."""
+    """Return a line that names the unused parts of a task's file; [] if there are none."""
     found = source.unused()
     if not found:
         return []
     named = ", ".join(f"{name} ({meant} here)" if meant else name for name, meant in found.items())
-    way = "begin a name with _ where that is meant"
-    return [f"{file}: nothing uses {named}; neither does the engine, whose parts of a task docs/tasks.md lists; {way}"]
+    way = "rename it as in docs/tasks.md, or begin its name with _"
+    return [f"{file}: neither the task nor the engine uses {named}; {way}"]
 
 
 def _parse(text: bytes) -> ast.Module:
     try:
         return ast.parse(text)
-    except (SyntaxError, ValueError, RecursionError, MemoryError):  # importing it will say so
+    except (SyntaxError, ValueError, RecursionError, MemoryError):  # the import will report it
         return ast.Module([], [])
 
 
 def _functions(nodes: list[ast.AST]) -> dict[str, list[_Function]]:
-    """All functions by their names; of a class what makes it."""
+    """Return all functions by name; for a class its __init__."""
     found: dict[str, list[_Function]] = defaultdict(list)
     for node in nodes:
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
@@ -242,7 +242,7 @@ def _functions(nodes: list[ast.AST]) -> dict[str, list[_Function]]:
 
 
 def _assigned(nodes: list[ast.AST]) -> Iterator[tuple[ast.expr, ast.expr]]:
-    """What is assigned to what."""
+    """Yield pairs of a target and the value assigned to it."""
     for node in nodes:
         if isinstance(node, ast.Assign):
             yield from ((target, node.value) for target in node.targets)
@@ -264,7 +264,7 @@ def _arguments(call: ast.Call) -> list[ast.expr]:
 
 
 def _named_by_getattr(call: ast.Call, group: ast.expr) -> str:
-    """The name in getattr(config.optim, "lr"); '' of another call."""
+    """Return the name in getattr(config.optim, "lr"); '' for any other call."""
     if _last(call.func) == "getattr" and len(call.args) > 1 and call.args[0] is group:
         name = call.args[1]
         return name.value if isinstance(name, ast.Constant) and isinstance(name.value, str) else ""
@@ -277,13 +277,13 @@ def _parameters(function: _Function) -> list[str]:
 
 
 def _handed_on(call: ast.Call, parameters: list[str], ours: set[str]) -> set[str]:
-    """Names of the parameters that get the configuration in a call."""
+    """Return the names of the parameters that get the configuration in a call."""
     found = {name for name, value in zip(parameters, call.args, strict=False) if _is_configuration(value, ours)}
     return found | {one.arg for one in call.keywords if one.arg is not None and _is_configuration(one.value, ours)}
 
 
 def _statements(body: list[ast.stmt]) -> Iterator[ast.stmt]:
-    """The statements of a module, also those inside of if, try and with; not those of `if __name__ == "__main__"`."""
+    """Yield the statements of a module, including those inside if, try and with, except `if __name__ == "__main__"`."""
     for node in body:
         yield node
         if isinstance(node, ast.If) and "__name__" in ast.dump(node.test):
@@ -295,7 +295,7 @@ def _statements(body: list[ast.stmt]) -> Iterator[ast.stmt]:
 
 
 def _bound(node: ast.stmt) -> set[str]:
-    """The names that a statement of a module binds."""
+    """Return the names that a statement of a module binds."""
     if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
         return {node.name}
     if isinstance(node, (ast.Import, ast.ImportFrom)):
@@ -305,7 +305,7 @@ def _bound(node: ast.stmt) -> set[str]:
 
 
 def _is_candidate(name: str, node: ast.stmt) -> bool:
-    """Whether a name of a module is one that its writer may expect to be used from outside."""
+    """Whether the writer of a module may expect this name to be used from outside."""
     if name.startswith("_"):
         return False
     if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
@@ -317,7 +317,7 @@ def _is_candidate(name: str, node: ast.stmt) -> bool:
 
 
 def _uses(tree: ast.Module, own: dict[str, ast.stmt]) -> tuple[set[str], list[str]]:
-    """Names that a file reads, each outside of its own definition; and its texts but for docstrings."""
+    """Return the names that a file reads outside of their own definitions, and its strings except docstrings."""
     used: set[str] = set()
     texts: list[str] = []
     inside = {id(inner): name for name, node in own.items() for inner in ast.walk(node)}

@@ -1,8 +1,8 @@
-"""From a request to a running session: `train launch` and `train resume` up to the point where tmux has taken over.
+"""Starts the tmux session of a run: `train launch` and `train resume` until the agent has taken over.
 
-Imports no torch. The process inside tmux (launcher/agent.py) has the request checked and answers through a private
-folder; so a refusal reaches the caller before anything is left behind. The environment travels in a file of that
-folder, because a tmux server hands out that of its first client, and arguments can be read by everybody.
+Imports no torch. The agent inside tmux (launcher/agent.py) checks the request and answers through a private folder, so
+a refusal reaches the caller and leaves nothing behind. A file in that folder passes the environment, because a tmux
+server hands out that of its first client, and every user can read a process's arguments.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from train.run.states import FOR_KEEPER, NOW
 from train.supervise import zygote
 
 _TRIES = 50
-"""How often a session is asked for, ten times a second."""
+"""Maximum number of tries to start a session, ten per second."""
 _PATIENCE = 20.0
-"""Seconds for a process to leave a session that is ended: it may be in the middle of its imports."""
+"""Seconds a process gets to exit when its session is ended: it may be in the middle of its imports."""
 
 
 class Cancelled(Refused):
@@ -42,17 +42,17 @@ class Cancelled(Refused):
 
 
 def tmux(runs: Path, *arguments: str) -> list[str]:
-    """A tmux command line for the server of this runs folder. No user's settings: one of them could end sessions."""
+    """Return a tmux command for the server of this runs folder. It ignores ~/.tmux.conf, which could end sessions."""
     if shutil.which("tmux") is None:
-        raise Refused("tmux is not installed, and runs live in it; as root: apt-get install tmux (or use train run)")
+        raise Refused("tmux is not installed; as root: apt-get install tmux (or train without it: train run)")
     socket = "train-" + hashlib.sha256(os.fsencode(runs.resolve())).hexdigest()[:12]
     return ["tmux", "-f", os.devnull, "-L", socket, *arguments]
 
 
 def session_of(name: str) -> str:
-    """The tmux session of a run. tmux takes no dots: a comma, which no name has, keeps lr-0.1 and lr-0_1 apart.
+    """Return the name of a run's tmux session. tmux takes no dots, so a dot becomes a comma, which no run name has.
 
-    A folder may have been renamed to something else that tmux does not take.
+    That keeps lr-0.1 and lr-0_1 apart. A folder renamed by hand may have other characters that tmux does not take.
     """
     return "train-" + "".join(c if c.isalnum() or c in "-_" else "," if c == "." else "_" for c in name)
 
@@ -63,10 +63,10 @@ def _has_session(runs: Path, session: str) -> bool:
 
 
 def new_session(runs: Path, session: str, command: list[str], is_leaving: Callable[[], bool] = lambda: False) -> str:
-    """Start a command in a session of its own. Returns what tmux says when it cannot, or ''.
+    """Start a command in a new session. Returns tmux's error message, or ''.
 
     Args:
-        is_leaving: whether a session of this name, if there is one, has nothing left to do: it is waited for.
+        is_leaving: returns whether an existing session of this name is about to end; then this waits for its end.
     """
     for _ in range(_TRIES):
         done = subprocess.run(
@@ -78,7 +78,7 @@ def new_session(runs: Path, session: str, command: list[str], is_leaving: Callab
         if done.returncode == 0:
             return ""
         message = " ".join(done.stderr.split())
-        # a server whose last session has just ended still takes calls, and then goes
+        # a server whose last session has just ended still accepts calls, then exits
         is_over = any(word in message for word in ("server exited", "lost server", "no server running"))
         if not (is_over or ("duplicate session" in message and is_leaving())):
             break
@@ -87,7 +87,7 @@ def new_session(runs: Path, session: str, command: list[str], is_leaving: Callab
 
 
 def _end_session(runs: Path, session: str) -> None:
-    """End a session, and wait a moment for its process, which clears away what imported libraries made."""
+    """End a session and wait for its process, which removes what imported libraries have created."""
     target = f"={session}:"
     asked = tmux(runs, "display-message", "-p", "-t", target, "#{pane_pid}")
     pid = subprocess.run(asked, capture_output=True, text=True, check=False).stdout.strip()
@@ -101,13 +101,13 @@ def _end_session(runs: Path, session: str) -> None:
 
 
 def start(launch: LaunchRequest, cancelled: Callable[[], bool] = lambda: False) -> list[str]:
-    """Start the session and wait until the run is recorded in it, or until `cancelled`. Returns warnings.
+    """Start the session and wait until the agent has recorded the run, or until `cancelled`. Returns warnings.
 
     Raises:
-        Refused: tmux is missing, or what the process inside refuses, or cancelled; nothing is left behind.
+        Refused: tmux is missing, the agent refuses the request, or it was cancelled. Nothing is left behind.
     """
     runs, session = Path(launch.runs), session_of(launch.name)
-    tmux(runs)  # refuses before there is anything to clear away
+    tmux(runs)  # refuses before there is anything to remove
     folder = Path(tempfile.mkdtemp(prefix="train-launch-"))
     began = done = False
     try:
@@ -117,14 +117,14 @@ def start(launch: LaunchRequest, cancelled: Callable[[], bool] = lambda: False) 
         request = folder / "request.json"
         request.touch(mode=0o600)
         request.write_text(json.dumps(content), encoding="utf-8")
-        began = not _has_session(runs, session)  # from here on: Ctrl-C may come while tmux starts it
-        # a run that has ended lets its lock go, and its session a moment later
+        began = not _has_session(runs, session)  # set before: Ctrl-C may come while tmux starts it
+        # a run that ends releases its lock first, and its session ends a moment later
         is_leaving = (lambda: not Run(runs / launch.name).alive()) if launch.kind == "resume" else (lambda: False)
         message = new_session(runs, session, module_runner.command("train.launcher.agent", str(folder)), is_leaving)
         began = not message
         if message:
             if "duplicate session" in message:
-                raise Refused(f"a tmux session {session} exists; is {launch.name} running? train ls shows it")
+                raise Refused(f"the tmux session {session} exists already; see whether {launch.name} runs: train ls")
             raise Refused(f"tmux cannot start a session: {message}")
         answer = _wait(folder, runs, session, cancelled)
         if "refused" in answer:
@@ -132,9 +132,9 @@ def start(launch: LaunchRequest, cancelled: Callable[[], bool] = lambda: False) 
         done = True
         return [*differences, *answer.get("warnings", [])]
     finally:
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # Ctrl-C, typed once more, waits for this
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # a second Ctrl-C waits for this
         try:
-            if began and not done:  # a session of that name that is another's stays
+            if began and not done:  # leave a session of that name that something else has started
                 _end_session(runs, session)
                 folder = _withdraw(folder, launch)
             shutil.rmtree(folder, ignore_errors=True)
@@ -144,7 +144,7 @@ def start(launch: LaunchRequest, cancelled: Callable[[], bool] = lambda: False) 
 
 
 def _environment(launch: LaunchRequest) -> tuple[dict[str, str], list[str]]:
-    """What the run gets: our own environment; with a resume, laid over the one that it was started with."""
+    """Return the run's environment and warnings: the caller's, for a resume merged into the recorded one."""
     if launch.kind != "resume":
         return hash_seed.with_seed(os.environ), []
     run = owner.opened(folders.find(Path(launch.runs), launch.name))
@@ -156,15 +156,17 @@ def _environment(launch: LaunchRequest) -> tuple[dict[str, str], list[str]]:
 
 
 def _withdraw(folder: Path, launch: LaunchRequest) -> Path:
-    """Withdraw the request, after Ctrl-C for example. The process inside clears away by itself what it cannot report;
-    what it has reported already is undone here. Returns where the folder lies now."""
+    """Withdraw the request, for example after Ctrl-C. Returns the new path of the folder.
+
+    An agent that cannot answer any more undoes its work itself. If it has answered already, this undoes the launch.
+    """
     folder = folder.rename(folder.with_name(folder.name + "-withdrawn"))  # from here on no answer can be written
     answer = folder / "answer.json"
     if answer.exists() and "refused" not in json.loads(answer.read_text(encoding="utf-8")):
-        from train.launcher.stopping import stop_and_wait  # late: it imports much, and most launches withdraw nothing
+        from train.launcher.stopping import stop_and_wait  # late: it imports much and is rarely needed
 
         run = Run(Path(launch.runs) / launch.name)
-        # the keeper's own end is no wish that the run may rest
+        # when the keeper ends, the run shall be resumed later
         stop_and_wait(run, FOR_KEEPER if launch.by_keeper else NOW)
         if launch.kind != "resume":
             folders.remove(run)
@@ -176,24 +178,26 @@ def _wait(folder: Path, runs: Path, session: str, cancelled: Callable[[], bool])
     while not answer.exists():
         time.sleep(0.02)
         if cancelled():
-            raise Cancelled("given up before it began")
+            raise Cancelled("cancelled before the run started")
         if time.monotonic() - checked > 0.5:
             checked = time.monotonic()
             if not _has_session(runs, session) and not answer.exists():
-                raise Refused("the process inside tmux died before the run began; train run, with the same, shows why")
+                raise Refused("the agent died before the run started; see why with train run and the same arguments")
     return dict(json.loads(answer.read_text(encoding="utf-8")))
 
 
 def note_move(run: Run, before: Path) -> bool:
-    """Record that a run lay elsewhere before: it stays this station's, and its session has its name. Whether it is
-    recorded; what is already is left as it is."""
+    """Record that a run was moved: it still counts as started here, and its session gets its new name.
+
+    Returns whether the move is recorded.
+    """
     changes: dict[str, Any] = {}
     with contextlib.suppress(Refused):
         record, session = run.read(), session_of(run.name)
         if ownership.was_started_here(before, record, run.folder):
             changes = ownership.sign(run.path, record)
         is_beside = before.parent.resolve() == run.path.parent.resolve()
-        # the session of a run that has ended may be another one's
+        # the session of a run that has ended may belong to another run now
         if (old := record.get("tmux_session")) not in (None, session) and is_beside and run.alive():
             command = tmux(before.parent, "rename-session", "-t", f"={old}", session)
             if not subprocess.run(command, capture_output=True, check=False).returncode:
@@ -206,14 +210,14 @@ def attach(run: Run) -> None:
     """Replace this process by the run's terminal.
 
     Raises:
-        Refused: there is none, or this is no terminal.
+        Refused: the run has no terminal, or this process has none.
     """
     run = Run(folders.of_this_machine(run.folder.parent, run.name) / run.name)
     session = run.read().get("tmux_session")
     if not session or not run.alive() or not _has_session(run.folder.parent, session):
-        raise Refused(f"{run.name} has no terminal now ({run.state()}); its output: train logs {run.name}")
+        raise Refused(f"{run.name} has no terminal now ({run.state()}); see its output: train logs {run.name}")
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
-        raise Refused(f"attaching needs a terminal; over ssh use ssh -t, or: train logs {run.name} --follow")
+        raise Refused(f"this is no terminal, so use ssh -t, or: train logs {run.name} --follow")
     environ = {key: value for key, value in os.environ.items() if key != "TMUX"}
     command = tmux(run.folder.parent, "attach-session", "-t", f"={session}")
     os.execvpe(command[0], command, environ)

@@ -1,6 +1,6 @@
-"""Fields of the configuration that nothing uses in a run: refused where a request sets them, for they change nothing.
+"""Refuses config fields that a request sets but that have no effect in its run.
 
-What a task's DEFAULTS, or the run that a fork is of, have set stays.
+Fields set by a task's DEFAULTS or by the forked run are accepted.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _INSTEAD = {
 }
 """Maps a task function to the prefixes of the config fields it replaces, unless the task reads them itself."""
 _PLAIN = ("optim.name", "optim.lr", "optim.momentum", "optim.weight_decay")
-"""Fields that a task's DEFAULTS may set although nothing uses them."""
+"""Fields that a task's DEFAULTS may set although they have no effect."""
 _NEEDS: dict[str, tuple[str, tuple[Any, ...]]] = {
     "init.skip": ("init.file", ()),
     "init.rename": ("init.file", ()),
@@ -43,28 +43,28 @@ _NEEDS: dict[str, tuple[str, tuple[Any, ...]]] = {
     "parallel.find_unused_parameters": ("parallel.strategy", ("ddp", "auto")),
     "log.mfu": ("device", ("cuda",)),
 }
-"""Maps a field to the field that must be set for it to have any effect, and to the values that give it one; (): any."""
+"""Maps a field to the field that must be set for it to have any effect, and to the values that count; (): any."""
 _EXCLUDED_BY = {"log.mfu": ("compile", "parallel.recompute")}
-"""Maps a field to the fields that take away its effect."""
+"""Maps a field to the fields that cancel its effect."""
 _OF_SCRIPTS = "watch.healthy_minutes"
 _OF_TASKS = ("data.root", "data.name")
-"""Fields that nothing but a task reads."""
+"""Fields that only a task reads."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Asked:
-    """What a request sets, and the source that may use it."""
+    """The fields that a request sets, and the source that may use them."""
 
     source: Source
     fields: dict[str, str]
-    """By name, as its user has written it, for messages."""
+    """Maps a field to the text with which the user set it, for messages."""
 
 
 def asked(source: Source, flags: Mapping[str, str], config_file: str | None = None, task: Task | None = None) -> Asked:
-    """What flags set, and a file where it differs from what would hold without it.
+    """Return the fields that flags set, and those that a config file sets to other values than the defaults.
 
     Args:
-        task: with the defaults that would hold.
+        task: has the defaults.
     """
     fields = {name: f"--{name} {text}" for name, text in flags.items()}
     if config_file is not None:
@@ -74,7 +74,7 @@ def asked(source: Source, flags: Mapping[str, str], config_file: str | None = No
             below |= {f"task.{one.name}": one.default for one in own} | task.DEFAULTS
         given = configuration.flatten(configuration.read_toml(Path(config_file)))
         for name, value in given.items():
-            # a flag may turn off what the file has set fields for
+            # a flag may turn off the feature for which the file sets fields
             is_whole = name in _NEEDS and not _lacks(name, below | given)
             if name not in fields and value != below.get(name) and not is_whole:
                 fields[name] = f"{name} = {value} in {config_file}"
@@ -82,7 +82,7 @@ def asked(source: Source, flags: Mapping[str, str], config_file: str | None = No
 
 
 def of_functions(functions: Iterable[str], source: Source, names: Iterable[str]) -> dict[str, str]:
-    """Of these fields, those that functions of a task take the place of, with the function."""
+    """Return those of these fields that a task's functions replace, with the function."""
     found = {}
     for function in functions:
         for name in names:
@@ -92,7 +92,7 @@ def of_functions(functions: Iterable[str], source: Source, names: Iterable[str])
 
 
 def of_no_use(task: Task, source: Source) -> list[str]:
-    """Fields whose values say nothing of a run of this task, for who lists them."""
+    """Return the fields that have no effect in a run of this task, for listings."""
     return sorted(of_functions(functions_of(task), source, configuration.fields()))
 
 
@@ -101,42 +101,42 @@ def functions_of(task: Task) -> list[str]:
 
 
 def check_functions(functions: Iterable[str], file: Path, asked: Asked) -> None:
-    """Whether a request sets a field that functions of its task take the place of.
+    """Check that a request sets no field that its task's functions replace.
 
     Raises:
         Refused: it does.
     """
     for name, function in of_functions(functions, asked.source, asked.fields).items():
         raise Refused(
-            f"{function}() in {file} takes the place of {asked.fields[name]}; read config.{name} there, or leave it out"
+            f"{function}() in {file} replaces {asked.fields[name]}; read config.{name} there, or leave out the field"
         )
 
 
 def check_early(file: Path, flags: Mapping[str, str], config_file: str | None) -> None:
-    """`check_functions` of a task that is not imported.
+    """Do `check_functions` for a task that is not imported.
 
     Raises:
-        Refused: as that; or its file cannot be read.
+        Refused: as there, or its file cannot be read.
     """
     source = of_task(file, file.parent)
     set_here = asked(source, flags, config_file)
-    own = source.keys_of("DEFAULTS")  # a file may repeat what holds anyway
+    own = source.keys_of("DEFAULTS")  # a config file may repeat a default
     fields = {name: text for name, text in set_here.fields.items() if name in flags or name not in own}
     functions = [function for function in _INSTEAD if source.binds(function)]
     check_functions(functions, file, dataclasses.replace(set_here, fields=fields))
 
 
 def check(task: Task, config: Config, asked: Asked) -> None:
-    """Whether functions of the task, or other fields, leave a field without use.
+    """Check that every field that the request sets has an effect, given the task's functions and the other fields.
 
     Raises:
-        Refused: one that the request sets; or the task's DEFAULTS contradict its functions.
+        Refused: a field has none, or the task's DEFAULTS contradict its functions.
     """
     check_functions(functions_of(task), task.file, asked)
     known, flat = configuration.fields(), configuration.to_flat(config)
     changed = [name for name in flat if name not in _PLAIN and name in known and flat[name] != known[name].default]
     for name, function in of_functions(functions_of(task), asked.source, changed).items():
-        raise Refused(f"{function}() in {task.file} takes the place of --{name} {flat[name]}; leave out one of them")
+        raise Refused(f"{function}() in {task.file} replaces --{name} {flat[name]}; leave out one of them")
     for name, text in asked.fields.items():
         is_off = name in known and not flat[name]
         if not is_off and (problem := _problem(name, task, flat, asked.source)):
@@ -144,33 +144,33 @@ def check(task: Task, config: Config, asked: Asked) -> None:
 
 
 def _problem(name: str, task: Task, flat: dict[str, Any], source: Source) -> str:
-    """Why nothing uses a field that is set; '' where something does."""
+    """Return why a field has no effect; '' if it has one."""
     is_of_task = (name.startswith("init.") and task.pretrained is not None) or (
         name.startswith(_INSTEAD["schedule"]) and task.schedule is not None
     )
     if not is_of_task and (which := _lacks(name, flat)):
-        return f"is of no use without {which}; give both, or neither"
+        return f"has no effect without {which}; give both, or neither"
     for other in _EXCLUDED_BY.get(name, ()):
         if flat[other]:
-            return f"is of no use with --{other}; leave out one of them"
+            return f"has no effect with --{other}; leave out one of them"
     if name == _OF_SCRIPTS:
-        return "is of no use for a task, but for --script; leave it out"
+        return "has no effect on a task, only on --script; leave it out"
     if name in _OF_TASKS and not source.reads(name):
-        return f"is of no use: {task.file} does not read config.{name}; leave it out"
+        return f"has no effect, because {task.file} does not read config.{name}; leave it out"
     if name.startswith("task.") and not (source.reads(name) or source.mentions(name.removeprefix("task."))):
-        return f"is of no use: {task.file} has it in Settings and does not read config.{name}; leave it out"
+        return f"has no effect, because {task.file} does not read config.{name} of its Settings; leave it out"
     return ""
 
 
 def _lacks(name: str, flat: Mapping[str, Any]) -> str:
-    """The field without which nothing uses this one, as a flag, where that is not set so."""
+    """Return the flag that is missing for this field to have an effect; '' if none is."""
     other, values = _NEEDS.get(name, ("", ()))
     is_set = not other or (flat[other] in values if values else bool(flat[other]))
     return "" if is_set else f"--{other} {' or '.join(values)}".rstrip()
 
 
 def check_evaluation(task: Task, config: Config, eval_sets: Mapping[str, Any], asked: Asked) -> None:
-    """Whether a request says how to evaluate where nothing is evaluated.
+    """Check that a request sets no field of evaluations if there is no evaluation set.
 
     Raises:
         Refused: it does.
@@ -179,4 +179,4 @@ def check_evaluation(task: Task, config: Config, eval_sets: Mapping[str, Any], a
     for name, text in asked.fields.items():
         if name.startswith("eval.") and flat[name] and not eval_sets:
             why = f"datasets() in {task.file} returns None for the evaluation set"
-            raise Refused(f"{text} is of no use: {why}; leave it out")
+            raise Refused(f"{text} has no effect, because {why}; leave it out")

@@ -1,4 +1,4 @@
-"""Where machines meet, and which way leads there: asked of the kernel, nothing is sent."""
+"""The rendezvous address of several machines, and the network interface that leads to it. Sends nothing."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from pathlib import Path
 from train.errors import Refused
 
 _SIOCGIFADDR = 0x8915
-"""Asks for the address of an interface (netdevice(7))."""
+"""The ioctl that returns the address of an interface (netdevice(7))."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """Where ranks meet: HOST:PORT."""
+    """The rendezvous address, HOST:PORT."""
 
     host: str
     port: int
@@ -30,10 +30,10 @@ class Place:
 
 
 def parse(text: str) -> Place:
-    """HOST:PORT, also [::1]:29400.
+    """Parse HOST:PORT or [::1]:29400.
 
     Raises:
-        ValueError: it is none.
+        ValueError: the text has another form.
     """
     found = re.fullmatch(r"(?:\[([0-9A-Fa-f:.]+)\]|([^:\s]+)):(\d{1,5})", text)
     if not found or not 0 < int(found.group(3)) < 65536:
@@ -42,24 +42,24 @@ def parse(text: str) -> Place:
 
 
 def resolve(place: Place) -> str:
-    """The address that a place has here.
+    """Return the address of a place, as this machine resolves it.
 
     Raises:
-        Refused: its name does not resolve.
+        Refused: the name does not resolve.
     """
     try:
         return str(socket.getaddrinfo(place.host, None, type=socket.SOCK_STREAM)[0][4][0])
     except OSError as error:
         raise Refused(
-            f"--rendezvous {place}: {place.host} does not resolve here: {error.strerror}; give an address, or: "
+            f"--rendezvous {place}: {place.host} does not resolve here ({error.strerror}); give an address, or: "
             f"echo 'ADDRESS {place.host}' | sudo tee -a /etc/hosts"
         ) from None
-    except UnicodeError:  # IDNA, before any name is looked for
-        raise Refused(f"--rendezvous {place}: no host can be called {place.host}; give its name or address") from None
+    except UnicodeError:  # from IDNA, before any lookup
+        raise Refused(f"--rendezvous {place}: {place.host} is no host name; give a name or an address") from None
 
 
 def is_mine(address: str) -> bool:
-    """Whether an address is this machine's: one can bind to those alone."""
+    """Whether an address belongs to this machine: only then can a socket bind to it."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_STREAM) as one:
         one.bind((address, 0))
@@ -68,7 +68,7 @@ def is_mine(address: str) -> bool:
 
 
 def is_loopback(address: str) -> bool:
-    """Whether an address leads a machine to itself alone."""
+    """Whether an address reaches only the machine itself."""
     return ipaddress.ip_address(address.split("%")[0]).is_loopback
 
 
@@ -80,7 +80,7 @@ def _read(path: str) -> str:
 
 
 def source_towards(address: str, port: int) -> str | None:
-    """The address that this machine would send from, as the kernel's routes have it. Nothing is sent."""
+    """Return the address from which this machine would send, by the kernel's routes. Sends nothing."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as one:
         one.connect((address, port))
@@ -89,10 +89,10 @@ def source_towards(address: str, port: int) -> str | None:
 
 
 def interface_of(source: str, read: Callable[[str], str] = _read) -> str:
-    """The name of the interface that has this address; '' if none has.
+    """Return the name of the interface that has this address; '' if none has.
 
     Args:
-        read: gives the text of a file.
+        read: returns the text of a file.
     """
     if ":" in source:
         packed = ipaddress.ip_address(source.split("%")[0]).exploded.replace(":", "")
@@ -108,13 +108,13 @@ def interface_of(source: str, read: Callable[[str], str] = _read) -> str:
 
 
 def listen(place: Place) -> socket.socket:
-    """Listen where the others come to. On node 0.
+    """Listen for the other nodes, on node 0.
 
-    On the address alone that the name has, if it is this machine's and others can come there; else on all: a name may
-    stand for 127.0.1.1 on its own machine, or for the outside of a network whose inside this is.
+    Listens only on the address of the name, if it belongs to this machine and others can reach it. Otherwise listens on
+    all addresses: a name may resolve to 127.0.1.1 on its own machine, or to the outer address of a private network.
 
     Raises:
-        Refused: the port is taken.
+        Refused: the port is in use.
     """
     address = resolve(place)
     is_loop = is_loopback(address)
@@ -130,31 +130,31 @@ def listen(place: Place) -> socket.socket:
     except OSError as error:
         one.close()
         raise Refused(
-            f"--rendezvous {place}: node 0 cannot listen there: {error.strerror}; who does: ss -ltnp sport = "
-            f":{place.port}; or choose another port"
+            f"--rendezvous {place}: node 0 cannot listen there ({error.strerror}); choose another port, or see what "
+            f"uses it: ss -ltnp sport = :{place.port}"
         ) from None
     return one
 
 
 def own_side(listening: socket.socket) -> str:
-    """Where this machine itself reaches who listens."""
+    """Return the address at which this machine itself reaches a listening socket."""
     address = str(listening.getsockname()[0])
     return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(address, address)
 
 
 def reached_by(addresses: Iterable[str]) -> str:
-    """Of addresses by which others have come to this machine, one that does not lead them to themselves; '': none."""
+    """Return the first of the addresses used by other machines that is no loopback address; '': none."""
     return next((one for one in addresses if one and not is_loopback(one)), "")
 
 
 def interfaces(to: str, port: int, environ: Mapping[str, str], reached: str = "") -> tuple[str, dict[str, str]]:
-    """The interface that leads to the others, and what is to be set for it unless the user has set it.
+    """Return the interface that leads to the other machines, and the variables to set for it unless the user has.
 
-    On node 0, whose way to itself is the loopback, it is the one that has the address others come to.
+    Node 0 reaches itself by the loopback. There it is the interface whose address the other machines use.
 
     Args:
-        to: where this machine itself reaches node 0.
-        reached: on node 0, by which address another machine has come; its own name may stand for 127.0.1.1 there.
+        to: Address at which this machine reaches node 0.
+        reached: On node 0, the address that another machine has used: node 0's own name may resolve to 127.0.1.1.
     """
     if reached and is_loopback(to):
         to = reached

@@ -1,8 +1,8 @@
-"""The loop that keeps a run alive: start the ranks, watch them, decide what a death means, start again.
+"""The loop that keeps a run alive: start the ranks, watch them, decide what a death means, restart.
 
-The one place where a run ends, whoever started it. Ranks write what happened to them (run/outcome.py),
-decide.py decides by all that is known, and nothing else in the package writes a run's end. A supervisor that is killed
-before it has written leaves an interrupted run, which a resume brings to the same end. Imports no torch.
+Every run ends here, whoever started it, and only this module records a run's end. Ranks write how they ended
+(run/outcome.py), and decide.py decides from all facts. A supervisor that is killed before it has recorded the end
+leaves an interrupted run, and a resume brings that run to the same end. Imports no torch.
 """
 
 from __future__ import annotations
@@ -29,47 +29,47 @@ from train.supervise.decide import Asked, Decision, Facts, LaunchMode, healthy_m
 from train.supervise.ranks import Ranks
 
 MAX_RESTARTS = 3
-"""Default of --max-restarts: deaths in a row without a new checkpoint after which a run is not started again."""
+"""Default of --max-restarts: maximum number of restarts in a row without a new checkpoint."""
 _AGAIN = 1.0
-"""Seconds between two attempts to note who the ranks are."""
+"""Seconds between two tries to record the process ids of the ranks."""
 _TAIL = 1 << 16
-"""Bytes at the end of a log that are read: a progress bar fills much of it."""
+"""Bytes to read at the end of a log: progress bars fill much of it."""
 
 
 def record_end(run: Run, state: str, reason: str, by: str | None = None) -> None:
-    """Write down the end of a run of which no process lives: its user or the keeper has decided it.
+    """Record the end of a run that has no process left, as its user or the keeper has decided.
 
-    For the holder of its lock.
+    The caller must hold the run's lock.
     """
     ended = run.read().get("ended") or run_folder.now()
     run.update(state=state, reason=reason, stopped_by=by, ended=ended)
 
 
 def _last_loss(run: Run) -> dict[str, Any]:
-    """The loss of the last line, for run.json, which has that of a clock's last tick; {}: no line was written here."""
+    """Return the loss of the last metrics line, for run.json, whose own is older. {}: this machine wrote no line."""
     line = metrics.last_training(run)
     return {"loss": line.get("loss")} if line is not None else {}
 
 
 def record_waiting(run: Run, reason: str) -> None:
-    """Write down that a run waits for other machines."""
+    """Record that a run waits for other machines."""
     run.note(state=states.RUNNING, reason=reason, ended=None)
 
 
 def record_decision(run: Run, attempt: int | None, decision: Decision) -> None:
-    """Carry a decision into run.json.
+    """Write a decision into run.json.
 
     Args:
-        attempt: None: the run has waited for other machines, and no rank lived here.
+        attempt: None: the run has only waited for other machines and started no rank here.
 
     Raises:
-        OSError, Refused: the disk does not take it, or the run folder is gone.
+        OSError, Refused: the disk fails, or the run folder is gone.
     """
     values: dict[str, Any] = {**_last_loss(run), **decision.figures, "stopped_by": decision.stopped_by}
     if decision.reason is not None:
         values |= {"reason": decision.reason, "ended": run_folder.now()}
     if attempt is None:
-        # a wait of no time was never recorded: else the run would be about to begin for ever
+        # a very short wait was not recorded as running, and the run must not stay in the state `created`
         run.update(**{**values, "state": decision.state or states.RUNNING})
         return
     lines = None
@@ -79,11 +79,11 @@ def record_decision(run: Run, attempt: int | None, decision: Decision) -> None:
 
 
 def supervise_alone(run: Run, ranks: int, train: Callable[[int], Outcome], stop: signals.StopRequest) -> None:
-    """One attempt of which this process is rank 0 itself: under a foreign torchrun.
+    """Supervise one attempt under torchrun, in the process that is rank 0.
 
     Args:
-        ranks: how many there are with those of other processes.
-        train: trains the rank to its end, given the attempt.
+        ranks: Number of ranks, including those in other processes.
+        train: trains this rank to its end, given the attempt.
     """
     run.clear_stop()
     number = run.begin_attempt(ranks, run.newest_checkpoint, pids={"ranks": [os.getpid()]})
@@ -105,14 +105,14 @@ def supervise_alone(run: Run, ranks: int, train: Callable[[int], Outcome], stop:
     over = threading.Event()
 
     def kill(pid: int, number: int) -> None:
-        if number == signal.SIGKILL:  # nobody would hear it asked for its stacks
+        if number == signal.SIGKILL:  # no other process could record the end
             with contextlib.suppress(OSError, Refused):
                 end({})
             os.kill(pid, number)
 
     watch, this = health.health_of(run, number, [0], kill), os.getpid()
 
-    def listen() -> None:  # `train stop` reaches a process that is busy with its rank
+    def listen() -> None:  # a thread, so that `train stop` works while this process trains
         while not over.wait(0.2):
             _hear(run, stop)
             if stop.now:
@@ -139,10 +139,10 @@ def asked_by(stop: signals.StopRequest) -> Asked | None:
 
 
 def _hear(run: Run, stop: signals.StopRequest, is_for_all: bool = False) -> None:
-    """Take in a request that came by file: process ids mean nothing beyond the wall of a container.
+    """Read a stop request from its file. A file also works from outside a container, where process ids differ.
 
     Args:
-        is_for_all: whether a user's request goes before a signal that this machine alone has got.
+        is_for_all: Whether a user's request overrides a signal that only this machine has received.
     """
     wanted = run.stop_asked()
     if wanted == states.NOW or (wanted and (not stop.asked or (is_for_all and states.BY.get(wanted) == signals.USER))):
@@ -150,7 +150,7 @@ def _hear(run: Run, stop: signals.StopRequest, is_for_all: bool = False) -> None
 
 
 def pids(ranks: list[int]) -> dict[str, Any]:
-    """Who an attempt's processes are, as run.json has it."""
+    """Return the process ids of an attempt, in the form of run.json."""
     return {"agent": os.getpid(), "ranks": ranks}
 
 
@@ -163,9 +163,9 @@ class Supervisor:
     mode: LaunchMode
     stop: signals.StopRequest
     show: Callable[[], None] = lambda: None
-    """Called while ranks live."""
+    """Called regularly while ranks run."""
     say: Callable[[str], None] = _say
-    """A line for the terminal."""
+    """Prints a line on the terminal."""
 
     def __post_init__(self) -> None:
         self._attempt, self._from_step, self._began, self._hang = 0, 0, 0.0, ""
@@ -173,12 +173,12 @@ class Supervisor:
         self._kills = memory.Kills()
 
     def keep(self) -> int:
-        """Run attempts until the run ends or is not to be started again. Returns the exit code of its end.
+        """Run attempts until the run ends or must not be restarted. Returns the exit code.
 
         Raises:
-            OSError, Refused: of a launched run: its disk fails, or its folder is gone.
+            OSError, Refused: only for a launched run: its disk fails, or its folder is gone.
         """
-        with contextlib.suppress(ValueError):  # ranks will say what is wrong with it
+        with contextlib.suppress(ValueError):  # the ranks report what is wrong with it
             faults.arm(os.environ.get("TRAIN_FAULT"), rank=-1)
         self.run.clear_stop()
         with self._suspended_together():
@@ -201,10 +201,10 @@ class Supervisor:
             deaths = decision.deaths
             self._wait(decision.wait)
 
-    # --- what is more where the run is on several machines: multi_node.py
+    # --- overridden for several machines in multi_node.py
 
     def gather(self) -> Decision | None:
-        """Wait for all that is needed for an attempt. None when it is there; else how the run ends without it."""
+        """Wait for everything that an attempt needs. Returns None when it is ready, else how the run ends without."""
         return None
 
     def begin(self) -> int:
@@ -213,28 +213,28 @@ class Supervisor:
         return self.run.begin_attempt(self.ranks.count, self._from_step, pids=pids([]))
 
     def follow(self, watch: health.Health) -> None:
-        """Called while ranks live, several times a second."""
+        """Called several times a second while ranks run."""
 
     def look_at_others(self) -> None:
-        """Called while none live, several times a second."""
+        """Called several times a second while no rank runs."""
 
     def settle(self, facts: Facts) -> Decision:
-        """What becomes of the run."""
+        """Decide what happens to the run."""
         return decide.decide(facts)
 
     @property
     def leaves(self) -> bool:
-        """Whether this machine alone is to stop, and the run continues without it."""
+        """Whether only this machine stops and the run continues without it."""
         return False
 
     def has_progressed(self, record: Mapping[str, Any]) -> bool:
-        """Whether the attempt has brought a task further."""
+        """Whether the attempt has trained further than the state from which it started."""
         return self.newest_state() > self._from_step
 
     # --- an attempt
 
     def _live_through(self, attempt: int) -> None:
-        """From the start of the ranks until none is left."""
+        """Start the ranks and watch them until all have ended."""
         ranks = self.ranks
         ranks.start(attempt)
         watch = health.health_of(self.run, attempt, [rank_env.rank for rank_env in ranks.rank_envs], ranks.end_peer)
@@ -244,7 +244,7 @@ class Supervisor:
             self.follow(watch)
             if self._kills.is_due and len(ranks.living) == ranks.count:
                 self._kills.look()
-            if time.monotonic() > note_at:  # again where a rank that stands still holds the record just now
+            if time.monotonic() > note_at:  # try again later if a stopped rank holds the record's lock
                 note_at = math.inf if self.run.note(pids=pids(ranks.pids)) else time.monotonic() + _AGAIN
             if self.stop.now:
                 ranks.signal(signal.SIGKILL)
@@ -259,18 +259,19 @@ class Supervisor:
         watch.close()
 
     def hear(self) -> None:
-        """Take in what was asked for by file, or by Ctrl-C: the first lets the run save and stop, a second ends it."""
+        """Read stop requests from the file and from Ctrl-C: the first saves and stops the run, a second ends it."""
         if self.stop.interrupts and not self._is_interrupted and self.mode is LaunchMode.FOREGROUND:
             self._is_interrupted = True
             below_bar = "\n" if os.isatty(2) else ""
             with contextlib.suppress(OSError):
-                os.write(2, f"{below_bar}{self.run.name}: stopping after this step; again: at once\n".encode())
+                text = f"{self.run.name}: stopping after this step; Ctrl-C again ends it at once"
+                os.write(2, f"{below_bar}{text}\n".encode())
         if self.stop.interrupts > 1 and not self.stop.now:
             self.stop.ask(signals.CTRL_C, "Ctrl-C twice", now=True)
         _hear(self.run, self.stop, is_for_all=self.leaves)
 
     def _wait(self, seconds: float) -> None:
-        """Let a busy machine come to rest, unless a stop is asked for."""
+        """Wait before a restart on a busy machine, unless a stop is requested."""
         until = time.monotonic() + seconds
         while time.monotonic() < until and not self.stop.asked and not self.run.stop_asked():
             self.look_at_others()
@@ -279,7 +280,7 @@ class Supervisor:
     # --- the end of an attempt
 
     def _end(self, deaths: int) -> Decision:
-        """Write down how the attempt has ended, and print what no rank has printed."""
+        """Record how the attempt has ended, and print what no rank has printed."""
         facts = self._facts(deaths)
         decision = self.settle(facts)
         try:
@@ -290,7 +291,7 @@ class Supervisor:
                 raise
             reported = facts.outcomes.get(0)
             if facts.exits or (reported is not None and not reported.is_fault):
-                self.say(f"how {self.run.name} ended cannot be recorded: {one_line(error)}")
+                self.say(f"cannot record how {self.run.name} ended: {one_line(error)}")
             return dataclasses.replace(decision, code=EXIT_FAILED)
         if decision.message:
             self.say(decision.message)
@@ -327,19 +328,19 @@ class Supervisor:
         )
 
     def newest_state(self) -> int:
-        """The step that a start now would continue after: from the disk or from memory."""
+        """Return the step after which a start now would continue, from a checkpoint or from memory."""
         return max(self.run.newest_checkpoint, self.ranks.copied)
 
     @contextlib.contextmanager
     def _suspended_together(self) -> Iterator[None]:
-        """Let Ctrl-Z in a foreground run stop the ranks, too, which have sessions of their own."""
+        """Make Ctrl-Z in a foreground run suspend the ranks too, which are in other sessions."""
         if self.mode is not LaunchMode.FOREGROUND:
             yield
             return
 
         def suspend(number: int, frame: object) -> None:
             self.ranks.signal(signal.SIGSTOP)
-            os.kill(os.getpid(), signal.SIGSTOP)  # until the shell lets it go on
+            os.kill(os.getpid(), signal.SIGSTOP)  # until the shell resumes it
             self.ranks.signal(signal.SIGCONT)
 
         before = signal.signal(signal.SIGTSTP, suspend)
@@ -350,7 +351,7 @@ class Supervisor:
 
 
 def tail(logs: Path, rank: int) -> str:
-    """The end of a rank's log, progress bars folded; '' if nothing can be read."""
+    """Return the end of a rank's log, with progress bars folded; '' if nothing can be read."""
     try:
         return fold(durable.read_tail(logs / f"rank{rank}.log", _TAIL)).decode(errors="replace")
     except OSError:

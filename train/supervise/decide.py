@@ -1,6 +1,6 @@
-"""Who died first and why, and what becomes of the run. Pure: from facts to a decision; nothing is read or written here.
+"""Decides which rank died first and why, and what happens to the run. Pure functions, which read and write nothing.
 
-attempts.py gathers the facts when an attempt is over, and carries the decision out.
+attempts.py collects the facts when an attempt is over, and carries out the decision.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from train.run.outcome import Kind, Outcome, first_fault
 from train.supervise import diagnose, memory
 
 LAST_LINES = 8
-"""Lines of a dead rank's log that run.json keeps."""
+"""Number of lines of a dead rank's log that run.json keeps."""
 _LONGEST_WAIT = 30.0
-"""Seconds, at most, until a run is started again for which the machine had no room."""
+"""Maximum number of seconds before a restart of a run for which the machine was too busy."""
 _FEW = 5
-"""So many lines may follow the traceback of a rank that was still ending when a peer had noticed."""
+"""Maximum number of lines after the traceback of a rank that was still ending when another rank noticed."""
 _KILLED = ("killed by signal: Killed", "exited unexpectedly")
-"""What torch says of a loader's process that is gone."""
+"""Parts of torch's messages about a data worker that is gone."""
 _BY_OTHERS = (-signal.SIGKILL, -signal.SIGSEGV, -signal.SIGBUS)
-"""Ends that a script's rank did not choose; what its peers then met was no fault of theirs."""
+"""Exit codes of a script's rank that was killed from outside. Errors of other ranks then are only consequences."""
 
 CODES = {
     states.FINISHED: EXIT_FINISHED,
@@ -35,18 +35,18 @@ CODES = {
     states.INTERRUPTED: EXIT_FAILED,
     states.COPY: EXIT_FAILED,
 }
-"""The exit code that stands for each end of a run."""
+"""Maps the final state of a run to an exit code."""
 
 
 class LaunchMode(enum.Enum):
-    """How a run was started: it decides who could start it again."""
+    """How a run was started, and so what can restart it."""
 
     LAUNCHED = "train launch"
-    """An agent in tmux, which does."""
+    """By an agent in tmux, which restarts the ranks."""
     FOREGROUND = "train run"
-    """A process that waits for its ranks; nobody starts them again."""
+    """By a process that waits for its ranks; nothing restarts them."""
     TORCHRUN = "torchrun"
-    """Rank 0 of a torchrun of somebody else, which starts again what exits with another code than 0."""
+    """By torchrun, which restarts ranks that exit with another code than 0. This process is rank 0."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,55 +54,55 @@ class Asked:
     """A request to stop."""
 
     by: str
-    """Who: see signals.py."""
+    """Who requested it: see signals.py."""
     text: str
-    """What run.json's reason says of it."""
+    """Text for the reason in run.json."""
     now: bool = False
-    """Without saving."""
+    """Whether to stop without saving."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Facts:
-    """All that is known when an attempt is over."""
+    """Everything that is known when an attempt is over."""
 
     name: str
-    """The run's."""
+    """Name of the run."""
     mode: LaunchMode
     is_script: bool = False
     ranks: int = 1
     outcomes: Mapping[int, Outcome] = dataclasses.field(default_factory=dict)
-    """What ranks of a task left behind."""
+    """Maps a rank of a task to its reported outcome."""
     exits: Mapping[int, int] = dataclasses.field(default_factory=dict)
-    """Codes of the ranks that were seen to fail first; of a signal: negative."""
+    """Maps the ranks that failed first to their exit codes; negative: killed by that signal."""
     logs: Mapping[int, str] = dataclasses.field(default_factory=dict)
-    """The ends of what ranks said."""
+    """Maps a rank to the end of its log."""
     hang: str = ""
-    """That it hung, and how."""
+    """Description of a hang; '': none."""
     problem: str = ""
     """Why the ranks could not be started."""
     killed_at: str | None = None
-    """The limit of memory at which the kernel has killed meanwhile."""
+    """The memory limit at which the kernel has killed a process during the attempt."""
     refused_at: str = ""
-    """The limit at which memory can have been refused to a rank."""
+    """The memory limit at which an allocation can have failed."""
     asked: Asked | None = None
-    """Who wanted a stop."""
+    """The stop request, if any."""
     saved: int = 0
-    """The step of the newest checkpoint; 0: none."""
+    """Step of the newest checkpoint; 0: none."""
     is_ready: bool = True
-    """Whether the ranks had come to training: before, there is nothing that a death could cost."""
+    """Whether the ranks had started to train. Before that, a death loses no steps."""
     progress: bool = False
-    """Whether the attempt has brought the run further."""
+    """Whether the attempt has trained further."""
     deaths: int = 0
-    """In a row without progress, before this one."""
+    """Number of deaths in a row without progress before this one."""
     max_restarts: int = 0
     healthy_minutes: float = 0.0
-    """How long a script must have run for it to count as progress."""
+    """Minutes a script must have run to count as progress."""
     lost: str = ""
-    """Nodes that are gone, with all their ranks, in words."""
+    """Names of the nodes that are gone with all their ranks."""
     regroup: str = ""
-    """Why ranks were stopped to be begun again, with more nodes or fewer."""
+    """Why the ranks were stopped to restart with more or fewer nodes."""
     leaves: bool = False
-    """Whether this node alone was asked to stop, and the others go on without it."""
+    """Whether only this node was asked to stop and the others continue without it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,51 +111,51 @@ class Death:
 
     reason: str
     recurs: bool
-    """Whether it would die so again."""
+    """Whether a new attempt would die in the same way."""
     rank: int | None
-    """The one that died first, if that is known."""
+    """The rank that died first, if known."""
     is_raised: bool = False
-    """Whether it was an exception, told by the rank itself."""
+    """Whether the cause was an exception that the rank itself reported."""
 
     @property
     def lacks_gpu(self) -> bool:
-        """Whether the GPUs are gone that the run computes on."""
+        """Whether the run's GPUs are gone."""
         return self.is_raised and diagnose.NO_GPU in self.reason
 
 
 @dataclasses.dataclass(frozen=True)
 class Decision:
-    """What is recorded of an attempt and its run, and what follows."""
+    """What to record about an attempt and its run, and what follows."""
 
     end: str
-    """Of the attempt: finished, stopped, failed or died."""
+    """End of the attempt: finished, stopped, failed or died."""
     state: str | None
-    """Of the run. None: it stays recorded as running: it is begun again, or is interrupted when nobody lives."""
+    """State of the run. None: recorded as running, because it restarts (or counts as interrupted without processes)."""
     why: str = ""
-    """Of the attempt."""
+    """Why the attempt ended."""
     reason: str | None = None
-    """Of the run. None: nothing is said of it yet."""
+    """Why the run ended. None: not recorded yet."""
     stopped_by: str | None = None
     figures: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    """What else run.json is to have."""
+    """More values for run.json."""
     rank: int | None = None
-    """The one that died first; run.json keeps its last lines."""
+    """The rank that died first; run.json keeps its last lines."""
     again: bool = False
-    """Whether the run is to be begun again."""
+    """Whether to restart the run."""
     wait: float = 0.0
-    """Seconds before that."""
+    """Seconds to wait before the restart."""
     deaths: int = 0
-    """In a row without progress, with this one."""
+    """Number of deaths in a row without progress, including this one."""
     message: str = ""
-    """A line for the terminal, where no rank has said it."""
+    """A line for the terminal, unless a rank has printed it."""
     code: int = EXIT_FAILED
-    """What the process that supervised exits with."""
+    """Exit code of the supervising process."""
 
 
 def decide(facts: Facts) -> Decision:
-    """What becomes of a run whose attempt is over; where a machine may be behind it, with the check for that."""
+    """Decide what happens to a run whose attempt is over. If the machine may be the cause, name the doctor check."""
     decision = _decide(facts)
-    if decision.end not in (states.FAILED, "died") or decision.reason is None:  # it goes on, or who started it tells
+    if decision.end not in (states.FAILED, "died") or decision.reason is None:  # restarts, or torchrun reports it
         return decision
     hint = diagnose.hint("\n".join([decision.why, *_raised(facts, decision.why)]))
     if not hint:
@@ -167,13 +167,13 @@ def decide(facts: Facts) -> Decision:
 
 
 def refused(why: str) -> Decision:
-    """That this node cannot be one of its run, which continues or waits without it."""
+    """Return the decision for a node that cannot join its run; the run continues or waits without it."""
     figures = {states.REFUSED: True}
     return Decision(states.FAILED, states.FAILED, why, why, figures=figures, message=why, code=EXIT_REFUSED)
 
 
 def _raised(facts: Facts, why: str) -> list[str]:
-    """Every exception behind the fault, in a line each: its origin may say more than itself."""
+    """Return a line for every exception behind the fault: the original one may say more than the last one."""
     first = first_fault(facts.outcomes)
     lines = first.traceback.splitlines() if first is not None and first.reason in why else []
     return [line for line in lines if line[:1].strip() and ": " in line]
@@ -186,7 +186,7 @@ def _decide(facts: Facts) -> Decision:
         return Decision("stopped", None, facts.regroup, again=True, deaths=deaths, message=facts.regroup)
     if reported is not None and reported.kind is not Kind.DIED and not facts.lost:
         return _as_reported(facts, reported)
-    if facts.lost and not asked:  # whatever the others say: a run has ended when all its nodes know how
+    if facts.lost and not asked:  # whatever the others report: a run has ended only when all its nodes know how
         return _restarted_or_not(facts, Death(f"{facts.lost} is gone", False, None))
     if asked and asked.now and asked.by == signals.CTRL_C and facts.mode is LaunchMode.FOREGROUND:
         return _ended_at_once(facts, asked)
@@ -201,7 +201,7 @@ def _decide(facts: Facts) -> Decision:
     fails = death.recurs or (death.is_raised and not death.lacks_gpu and facts.mode is not LaunchMode.LAUNCHED)
     if asked and (facts.is_script or not fails):
         decision = _stopped(asked, _how_stopped(facts, asked, death))
-        then = f"continue with: train resume {facts.name}"  # no rank has said so
+        then = f"continue with: train resume {facts.name}"  # no rank has printed this
         return dataclasses.replace(decision, message=f"{facts.name} {decision.reason}; {then}" if facts.hang else "")
     if facts.mode is LaunchMode.LAUNCHED:
         return _restarted_or_not(facts, death)
@@ -212,14 +212,14 @@ def _decide(facts: Facts) -> Decision:
 
 
 def _as_reported(facts: Facts, reported: Outcome) -> Decision:
-    """Rank 0 has brought its run to an end of its own."""
+    """Decide as rank 0 has reported."""
     if reported.kind is Kind.FINISHED:
         figures = reported.figures | {"step": reported.step}
         return Decision(states.FINISHED, states.FINISHED, reason=reported.reason, figures=figures, code=EXIT_FINISHED)
     if reported.kind is Kind.STOPPED:
-        # ranks know of a signal, or of another rank; who supervises them may know whose it was
+        # ranks know only of a signal or of another rank; their supervisor may know who sent it
         asked = facts.asked or Asked(signals.SIGNAL, reported.reason)
-        others = "; this node has left, the run is not over" if facts.leaves else ""
+        others = "; only this node has left, the run continues" if facts.leaves else ""
         decision = _stopped(asked, f"stopped after step {reported.step} ({asked.text}){others}")
         return dataclasses.replace(decision, figures=reported.figures | {"step": reported.step})
     return Decision(states.FAILED, states.FAILED, reported.reason, reported.reason)
@@ -230,7 +230,7 @@ def _stopped(asked: Asked, reason: str) -> Decision:
 
 
 def _ended_at_once(facts: Facts, asked: Asked) -> Decision:
-    """By a second Ctrl-C in a foreground run."""
+    """Decide after a second Ctrl-C in a foreground run."""
     saved = f"the last checkpoint is of step {facts.saved}" if facts.saved else "there is no checkpoint"
     then = f"continues after step {facts.saved}" if facts.saved else "starts at step 1"
     message = f"{facts.name} was ended at once, without saving; train resume {facts.name} {then}"
@@ -239,11 +239,11 @@ def _ended_at_once(facts: Facts, asked: Asked) -> Decision:
 
 
 def _how_stopped(facts: Facts, asked: Asked, death: Death | None) -> str:
-    """The reason of a run that was asked to stop, of which no rank 0 says that it has saved and ended."""
+    """Return the reason of a run that was asked to stop but whose rank 0 does not report that it has saved."""
     if asked.now and facts.mode is LaunchMode.TORCHRUN:
         return f"stopped at once ({asked.text})"
     parts = [f"stopped ({asked.text})"]
-    # a death while the ranks were saving has cost steps, and its reason must not be lost
+    # a death while the ranks were saving has lost steps, so keep its reason
     if death is not None and facts.is_ready and not asked.now:
         parts[0] += f", and {death.reason}"
     if facts.saved:
@@ -254,14 +254,14 @@ def _how_stopped(facts: Facts, asked: Asked, death: Death | None) -> str:
 
 
 def _restarted_or_not(facts: Facts, death: Death) -> Decision:
-    """Whether an agent begins a run again that died so; what it ends as otherwise."""
+    """Decide whether an agent restarts a run after this death, or how the run ends."""
     why = death.reason
     deaths = 1 if facts.progress else facts.deaths + 1
     decision = Decision("died", None, why, rank=death.rank, deaths=deaths)
     if death.recurs:
         return dataclasses.replace(decision, state=states.FAILED, reason=why)
-    if death.lacks_gpu:  # interrupted: whoever resumes it finds out when there are GPUs again
-        back = f"to go on when they are back: train resume {facts.name}, or train keeper, which waits for them"
+    if death.lacks_gpu:  # interrupted: a resume finds out whether the GPUs are back
+        back = f"when they are back: train resume {facts.name} (a keeper does that by itself)"
         return dataclasses.replace(decision, reason=f"{why}; {back}")
     if facts.progress and facts.max_restarts == 0:
         return dataclasses.replace(decision, reason=f"{why}; no restarts are left")  # interrupted: a resume continues
@@ -271,13 +271,13 @@ def _restarted_or_not(facts: Facts, death: Death) -> Decision:
         if facts.is_script:
             without = f"before it had run {facts.healthy_minutes:g} minutes"
         return dataclasses.replace(decision, state=states.FAILED, reason=f"died {times} {without}: {why}")
-    message = f"{why}; starting again ({deaths} of {facts.max_restarts} without progress)"
+    message = f"{why}; restarting ({deaths} of {facts.max_restarts} without progress)"
     wait = min(2.0**deaths, _LONGEST_WAIT) if diagnose.is_busy(why) else 0.0
     return dataclasses.replace(decision, again=True, wait=wait, message=message)
 
 
 def who_died(facts: Facts) -> Death:
-    """The cause of an attempt's death."""
+    """Return the cause of an attempt's death."""
     death = _of_memory(facts)
     if death is None and facts.hang:
         death = Death(facts.hang, False, None)
@@ -289,7 +289,7 @@ def who_died(facts: Facts) -> Death:
 
 
 def _of_memory(facts: Facts) -> Death | None:
-    """That the kernel took a process for its memory."""
+    """Return the death if the kernel killed a process for lack of memory, else None."""
     if not facts.killed_at or facts.hang:
         return None
     killed = [rank for rank, code in sorted(facts.exits.items()) if code == -signal.SIGKILL]
@@ -303,11 +303,11 @@ def _of_memory(facts: Facts) -> Death | None:
 
 def _of_task(facts: Facts) -> Death:
     first = first_fault(facts.outcomes)
-    if first is None or not first.recurs:  # one that would recur, of the task for example, may make peers abort
+    if first is None or not first.recurs:  # a fault that would recur, as in the task, may make other ranks abort
         for rank, code in sorted(facts.exits.items()):
-            # a rank that others ended shows SIGTERM; the first cause is another one
+            # SIGTERM: ended because of another rank, so not the first cause
             if code < 0 and code != -signal.SIGTERM:
-                found = _cause_in_log(facts, rank, code)  # an abort tells why
+                found = _cause_in_log(facts, rank, code)  # a process that aborts prints why
                 if found and found.recurs:
                     return Death(f"rank {rank}: {found.reason}", True, rank)
                 return Death(f"rank {rank} {_how(code)}", False, rank)
@@ -320,7 +320,7 @@ def _of_task(facts: Facts) -> Death:
         if found and (found.recurs or diagnose.is_busy(found.reason)):
             return Death(f"rank {rank}: {found.reason}", found.recurs, rank)
         return _plain(facts, rank, code)
-    return Death("the ranks ended without saying how", False, 0)
+    return Death("the ranks ended without a report", False, 0)
 
 
 def _of_script(facts: Facts) -> Death:
@@ -329,7 +329,7 @@ def _of_script(facts: Facts) -> Death:
         if code in _BY_OTHERS:
             return Death(f"rank {rank} {_how(code)}", False, rank)
     if not any(found.recurs for found in causes.values()):
-        # its peers notice a rank that fails by losing it, maybe before it has ended
+        # other ranks lose the connection to a failing rank, maybe before it has ended
         for rank in sorted(facts.logs.keys() - facts.exits.keys()):
             found = diagnose.of_log(facts.logs[rank], 1, _FEW, facts.refused_at)
             if found and found.recurs:
@@ -353,24 +353,24 @@ def _how(code: int) -> str:
 
 
 def last_lines(log: str) -> list[str]:
-    """The last lines of a rank, for the story of the run."""
+    """Return the last lines of a rank's log, for `train show`."""
     return [line.rstrip()[:1000] for line in log.splitlines() if line.strip()][-LAST_LINES:]
 
 
 def healthy_minutes(record: Mapping[str, Any]) -> float:
-    """How long an attempt of a script must have run to be no failure to start (watch.healthy_minutes)."""
+    """Return the minutes an attempt of a script must run to count as progress (watch.healthy_minutes)."""
     from train import config
 
     return float((record.get("watch") or {}).get("healthy_minutes") or config.Watch.healthy_minutes)
 
 
 def how_stopped(failures: dict[int, int]) -> str:
-    """How a script took a request to stop, from the exit codes of the ranks that did not exit with 0."""
+    """Return how a script reacted to a stop request, from the exit codes of the ranks that did not exit with 0."""
     codes = set(failures.values())
     if codes == {-signal.SIGKILL}:
         return "the script was killed"
     if codes == {-signal.SIGTERM}:
-        return "the script died of SIGTERM, for it does not handle it"
+        return "the script died of SIGTERM, which it does not handle"
     code = max(codes, default=0)
     how = f"code {code}" if code >= 0 else signal.Signals(-code).name
     return f"the script ended by itself on SIGTERM, with {how}"

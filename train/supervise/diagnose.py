@@ -1,8 +1,9 @@
-"""What a process died of, by its exception or its log: does it recur, and which check of `train doctor` finds it?
+"""Finds out why a process died, whether that would recur, and which check of `train doctor` finds the cause.
 
-Pure functions, but for `failure_of`, which is called where an exception is handled. A script is any program, and its
-output is all there is to judge by. Its own exceptions recur; what the network, a device, another rank's death or a
-busy machine did to it may not. Messages are those of torch, NCCL, CUDA, the kernel and this package.
+Judges by the exception or the log. All functions are pure except `failure_of`, which needs an exception that is being
+handled. A script is any program, so its output is the only evidence. Its own exceptions recur; errors from the network,
+a device, another rank's death or a busy machine may not. Knows messages of torch, NCCL, CUDA, the kernel and this
+package.
 """
 
 from __future__ import annotations
@@ -18,23 +19,23 @@ from train.errors import one_line
 from train.supervise import memory
 
 NO_GPU = "No CUDA GPUs are available"
-"""torch's words, and ours: the GPUs are gone, for one after a daemon-reload on the host of a container."""
+"""Message of torch and of this package if the GPUs are gone, for example after a daemon-reload on the host."""
 OF_OTHERS = (
     "gloo", "Gloo", "NCCL", "Connection", "CUDA error", "Socket", "Wait timeout", "DataLoader worker (pid",
     "cuDNN error", NO_GPU, "CUDA driver initialization failed", "cudaGetDeviceCount", "CUDA unknown error",
-    "CUDA driver error", "Triton Error [CUDA]",  # who starts a compiled kernel is told what one before it has met
+    "CUDA driver error", "Triton Error [CUDA]",  # a compiled kernel reports the errors of earlier kernels
 )  # fmt: skip
-"""What torch's RuntimeErrors about networks, devices and other processes have in their texts."""
+"""Parts of torch's RuntimeErrors about networks, devices and other processes."""
 _OF_PROGRAM = (
     "device-side assert", "no kernel image", "invalid device function", "invalid configuration argument",
     "CUDNN_STATUS_NOT_SUPPORTED", "CUDNN_STATUS_BAD_PARAM", "CUBLAS_STATUS_INVALID_VALUE", "kernel image is invalid",
     "PTX was compiled with an unsupported toolchain",
 )  # fmt: skip
-"""What errors of a device have in their texts that come again: an index out of range, code for another card."""
+"""Parts of device errors that recur, such as an index out of range or code for another GPU."""
 _BUSY = re.compile(
     r"Resource temporarily unavailable|can't start new thread|[Tt]hread creation failed|BlockingIOError|\bEAGAIN\b"
 )
-"""A fork or a thread that the machine had no room for at this moment (EAGAIN), in the words of Python, libgomp, C."""
+"""Messages of Python, libgomp and C if the machine has no resources for a process or thread right now (EAGAIN)."""
 _PASSING_TYPES = re.compile(
     r"(Connection\w*Error|BrokenPipeError|Timeout\w*|\w*TimeoutError|BlockingIOError|InterruptedError|EOFError"
     r"|Dist\w*Error|AcceleratorError|KeyboardInterrupt)$"
@@ -47,56 +48,56 @@ _PASSING_ERRNO = re.compile(
 
 _REMEDIES = {
     "Expected to mark a variable ready only once": (
-        "ddp was given one gradient twice in a backward: give each torch.utils.checkpoint.checkpoint "
-        "use_reentrant=False (of transformers: gradient_checkpointing_kwargs={'use_reentrant': False}), or use "
+        "ddp got one gradient twice in a backward pass: call torch.utils.checkpoint.checkpoint with "
+        "use_reentrant=False (in transformers: gradient_checkpointing_kwargs={'use_reentrant': False}), or use "
         "--parallel.recompute"
     ),
     "Expected more than 1 value per channel when training": (
-        "BatchNorm cannot train on a batch of one: in a new run, or a fork, leave out the short batch "
-        "(--data.drop_last true), or give another --batch_size or --micro_batch_size"
+        "BatchNorm cannot train on one sample: in a new run or a fork, drop the short batch "
+        "(--data.drop_last true), or change --batch_size or --micro_batch_size"
     ),
 }
-"""What to do about messages of torch in tasks, by words of theirs; what follows these is left out."""
+"""Maps a part of a torch message to advice. The advice replaces the rest of the message."""
 
 _HEADER = "Traceback (most recent call last)"
 _PREFIX = re.compile(r"^(\[rank\d+\]: ?| *[|+] ?)")
-"""What torch (for each rank) and exception groups put before each line of a traceback."""
+"""Prefix of a traceback's lines, from torch (the rank) or from an exception group."""
 _RAISED = re.compile(r"([A-Za-z_][\w.]*)(?:: ?(.*))?$")
 _SYNTAX = re.compile(r"(SyntaxError|IndentationError|TabError): ")
 _LINKED = ("During handling of the above exception", "The above exception was the direct cause")
 _SURVIVED = ("Exception in thread", "Exception ignored in")
 _NOISE = 40
-"""So many lines may follow the last traceback: what libraries say at the end. With more, the process went on."""
+"""Maximum number of lines after the last traceback, from libraries at exit. With more, the process continued."""
 _LAST = 20
-"""So many of the last lines are looked at for a cause where there is no traceback."""
+"""Number of last lines to search for a cause if there is no traceback."""
 
 
 @dataclass(frozen=True)
 class Cause:
-    """Why a process ended, in one line, and whether it would end so again."""
+    """Why a process ended, in one line, and whether that would recur."""
 
     reason: str
     recurs: bool
 
 
 def is_busy(text: str) -> bool:
-    """Whether a message says that the machine had no room for one more process or thread."""
+    """Whether a message says that the machine had no resources for another process or thread."""
     return bool(_BUSY.search(text))
 
 
 def is_of_others(text: str) -> bool:
-    """Whether a RuntimeError's text is about networks, devices or other processes, and no fault of the program."""
+    """Whether a RuntimeError is about networks, devices or other processes, and not a fault of the program."""
     return any(word in text for word in OF_OTHERS) and not any(word in text for word in _OF_PROGRAM)
 
 
 def failure_of(error: BaseException, task_file: Path | None, snapshot: Path | None = None) -> dict[str, Any]:
-    """Why a rank dies of an exception: `reason`, `recurs`, `traceback`, for its outcome.
+    """Return `reason`, `recurs` and `traceback` of the exception that ends a rank, for its outcome.
 
-    `recurs` says whether it would fail again in the same way: randomness is a function here, so an exception of the
-    task does, while one of the network, the machine or another rank's death may not.
+    `recurs` says whether a new attempt would fail in the same way. Randomness is deterministic here, so an exception of
+    the task recurs. An error of the network, of the machine, or from another rank's death may not.
 
     Args:
-        snapshot: where to write what holds the memory of a GPU that has too little.
+        snapshot: File for a record of the memory in use, if a GPU is full.
     """
     import torch
     import torch.distributed as dist
@@ -107,12 +108,14 @@ def failure_of(error: BaseException, task_file: Path | None, snapshot: Path | No
     text = one_line(f"{type(error).__name__}: {error}")
     of_sample = getattr(error, "sample", "")
     passing = isinstance(error, (dist.DistError, OSError, EOFError))
-    if of_sample:  # and of nothing that may pass: see data/fetch.py
+    if of_sample:  # and the error is not temporary: see data/fetch.py
         passing = False
         text = f"{of_sample}: {text}"
     elif isinstance(error, torch.OutOfMemoryError):
         passing = not memory.device_is_too_small(text)
-    elif isinstance(error, RuntimeError) and "Original Traceback" not in text:  # that is a data set's own, in a worker
+    elif (
+        isinstance(error, RuntimeError) and "Original Traceback" not in text
+    ):  # that means an error of the dataset in a data worker
         passing |= is_of_others(text)
     passing |= isinstance(error, RuntimeError) and not of_sample and is_busy(text)
     setting = "" if of_sample else variables.behind(text)
@@ -120,7 +123,8 @@ def failure_of(error: BaseException, task_file: Path | None, snapshot: Path | No
     if isinstance(error, torch.OutOfMemoryError):
         line = f"out of memory ({line[:300]}): {memory.ADVICE_ON_GPU}"
         if snapshot is not None and dump_gpu_memory(snapshot):
-            line += f"; what was in it: {snapshot.parent.name}/{snapshot.name}, for https://pytorch.org/memory_viz"
+            where_to = f"{snapshot.parent.name}/{snapshot.name}, for https://pytorch.org/memory_viz"
+            line += f"; memory in use: {where_to}"
     elif isinstance(error, (MemoryError, OSError, RuntimeError)) and memory.is_refused(text):
         line = f"out of memory ({line[:300]}): {memory.refused_at()}; {memory.ADVICE}"
         passing = False
@@ -137,13 +141,13 @@ def _with_remedy(line: str) -> str:
 
 
 def of_log(text: str, code: int, noise: int = _NOISE, limit: str = "") -> Cause | None:
-    """What the end of a log says about a process that exited with this code; None: nothing that is certain.
+    """Return the cause that the end of a log shows for a process with this exit code; None: no certain cause.
 
     Args:
-        text: the end of its output; lines as they stand after carriage returns.
-        code: its exit code; of a signal: negative.
-        noise: so many lines may follow a traceback that ended it.
-        limit: the one at which memory can have been refused to it, as text; '': that of this process.
+        text: End of its output, with carriage returns resolved.
+        code: Exit code; negative: killed by that signal.
+        noise: Maximum number of lines after a traceback that ended the process.
+        limit: Text of the memory limit that applied to it; '': that of this process.
     """
     lines = [_PREFIX.sub("", line.rstrip()) for line in text.splitlines()]
     lines = [line for line in lines if line.strip()]
@@ -165,10 +169,10 @@ def of_log(text: str, code: int, noise: int = _NOISE, limit: str = "") -> Cause 
 
 
 def _is_passing(raised: str) -> bool:
-    """Whether an exception, as its traceback's last line has it, is no fault of the program."""
+    """Whether an exception, given as the last line of its traceback, is not a fault of the program."""
     kind, _, message = raised.partition(":")
     name = kind.rpartition(".")[2]
-    if name == "OutOfMemoryError":  # of a device: another process may have had its memory
+    if name == "OutOfMemoryError":  # on a device: another process may have used its memory
         return not memory.device_is_too_small(raised)
     if _PASSING_TYPES.match(name):
         return not any(word in message for word in _OF_PROGRAM)
@@ -178,7 +182,7 @@ def _is_passing(raised: str) -> bool:
 
 
 def _uncaught(lines: list[str], noise: int) -> list[str]:
-    """The exception that ended a program and those it came from, the last one last; [] if none did."""
+    """Return the exception that ended a program and the ones before it in the chain, oldest first; [] if none."""
     chain: list[str] = []
     linked = skipped = inside = False
     after = 0
@@ -206,18 +210,18 @@ def _uncaught(lines: list[str], noise: int) -> list[str]:
 
 @dataclass(frozen=True)
 class Likely:
-    """A cause that a machine, not a program, is behind."""
+    """A likely cause in the machine, not in the program."""
 
     pattern: str
-    """What messages of it have in them: a regular expression."""
+    """Regular expression for its messages."""
     cause: str
-    """'': the messages say it themselves."""
+    """'': the messages name it."""
     checks: tuple[str, ...]
-    """Names of checks; (): those of `--job`, for which ranks are needed."""
+    """Names of doctor checks; (): those of `--job`, which start ranks."""
 
     @property
     def command(self) -> str:
-        """What to type."""
+        """Return the command to type."""
         if not self.checks:
             return "train doctor --job"
         return f"train doctor --only '{','.join(self.checks)}'"
@@ -241,7 +245,7 @@ TABLE = (
     Likely(r"(ibv_reg_mr|ibv_create|RLIMIT_MEMLOCK|memlock)", "too little locked memory", ("locked memory",)),
     Likely(
         r"DataLoader worker \(pid.*(killed by signal: Killed|exited unexpectedly)",
-        "the kernel, or somebody, killed a data worker; mostly for lack of memory",
+        "a data worker that was killed, mostly for lack of memory",
         ("memory", "shared memory"),
     ),
     Likely(
@@ -250,41 +254,43 @@ TABLE = (
         "a driver too old for this torch",
         ("driver",),
     ),
-    Likely(r"no kernel image|invalid device function", "a GPU that torch has no kernels for", ("compute capability",)),
+    Likely(
+        r"no kernel image|invalid device function", "a GPU for which this torch has no kernels", ("compute capability",)
+    ),
     Likely(
         r"CUDA out of memory|CUDA error: out of memory|CUBLAS_STATUS_ALLOC_FAILED|torch\.OutOfMemoryError",
         "",
         ("GPU memory",),
     ),
     Likely(
-        r"unable to find an engine to execute this computation",  # torch tells no other reason: Conv_v8.cpp
-        "too little memory of the GPU for cuDNN, or bf16 on a card before Ampere (8.0), which takes fp16",
+        r"unable to find an engine to execute this computation",  # no other reason is given: Conv_v8.cpp
+        "too little GPU memory for cuDNN, or bf16 on a GPU before Ampere (8.0), where fp16 works",
         ("GPU memory", "compute capability"),
     ),
     Likely(
         r"[Uu]ncorrectable ECC|ECC error|hardware stack error",
-        "a GPU whose memory fails",
+        "a GPU with memory errors",
         ("GPU memory errors", "GPUs"),
     ),
     Likely(
         r"No CUDA GPUs are available|fallen off the bus|Unable to determine the device handle|GPU is lost|NVRM: Xid"
         r"|CUDA unknown error|CUDA driver initialization failed|NVML: (Unknown|GPU)|devices? .*busy or unavailable",
-        "a GPU that is lost to this machine or container",
+        "a GPU that has vanished from this machine or container",
         ("GPUs", "GPUs stay", "GPU memory errors"),
     ),
     Likely(
         r"undefined symbol|version `[\w.]+' not found|CUDNN_STATUS_(NOT_INITIALIZED|VERSION|SUBLIBRARY)\w*"
         r"|cuDNN version (incompat|mismatch)\w*|libcud\w+\.so.*cannot open",
-        "libraries of several versions",
+        "libraries of different versions",
         ("torch", "LD_LIBRARY_PATH"),
     ),
     Likely(
         r"NCCL error|NCCL WARN|ncclSystemError|ncclInternalError|ncclRemoteError|unhandled (system|cuda) error"
         r"|Watchdog caught collective|no (socket )?interface found|Bootstrap : no",
-        "NCCL's way between the ranks",
+        "the NCCL connection between the ranks",
         (),
     ),
-    Likely(r"no progress for \d+ s", "ranks that wait for each other, or data that do not come", ()),
+    Likely(r"no progress for \d+ s", "ranks that wait for each other, or data that never arrive", ()),
     Likely(
         r"out of memory|MemoryError|[Cc]annot allocate memory|can't allocate memory|std::bad_alloc",
         "",
@@ -293,7 +299,7 @@ TABLE = (
     Likely(
         r"connectFullMesh|Connection (refused|reset|timed out|closed by peer)|No route to host|Network is unreachable"
         r"|Broken pipe|Timed out waiting for clients|store.*timed out|Wait timeout",
-        "another rank that is gone, or the network between them",
+        "another rank that is gone, or the network between the ranks",
         (),
     ),
     Likely(
@@ -303,15 +309,15 @@ TABLE = (
     ),
     Likely(
         r"Read-only file system|Input/output error|Remote I/O error",
-        "a disk that fails",
+        "a failing disk",
         ("file system", "write speed"),
     ),
 )
-"""The most telling first: what a first one fits is not looked at further."""
+"""Likely causes, the most specific first. The first match counts."""
 
 
 def hint(reason: str) -> str:
-    """What to add to the reason of a run that failed; '' where there is nothing, or it is there already."""
+    """Return what to add to the reason of a failed run; '' if there is nothing to add, or it is there already."""
     found = next((one for one in TABLE if re.search(one.pattern, reason)), None)
     if found is None or "train doctor" in reason:
         return ""

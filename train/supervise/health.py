@@ -1,7 +1,7 @@
-"""The health of living ranks: one that hangs is found and explained, and the peers of a dead one are ended.
+"""Watches running ranks: finds and explains a hang, and ends the other ranks after one has died.
 
-A task's ranks show signs of life of their own. A script shows none, so it hangs where, for long, it neither writes nor
-uses the CPU; what waits on a GPU or in a collective of NCCL uses the CPU, so this finds less.
+Ranks of a task give signs of life. A script gives none, so it counts as hanging if for a long time it neither writes
+output nor uses the CPU. That finds fewer hangs: a rank that waits for a GPU or in an NCCL collective uses the CPU.
 """
 
 from __future__ import annotations
@@ -36,19 +36,19 @@ from train.supervise.timeouts import (
 Kill = Callable[[int, int], None]
 """Sends a signal to a process."""
 _WRITING = 1.0
-"""Seconds in which ranks that hang write down what they are doing."""
+"""Seconds that hanging ranks get to write their stacks."""
 _STOOD_STILL = 10.0
-"""Seconds without a look after which this process stood still, and the ranks with it: a container that is paused,
-a machine that sleeps. They have no silence to explain."""
+"""Seconds without a look after which this process itself was suspended together with the ranks, by a paused container
+or a sleeping machine. Such silence is not a hang."""
 _SPYING = 20.0
-"""Seconds that py-spy has for the ranks of a script."""
+"""Seconds py-spy gets to write the stacks of a script's ranks."""
 _LOOK_EVERY = 2.0
 _SHARE = 0.01
-"""Of one CPU: threads that only wait (progress bars, watchdogs, a store's keep-alive) use less."""
+"""Share of one CPU. Threads that only wait (progress bars, watchdogs, a store's keep-alive) use less."""
 
 
 def health_of(run: Run, attempt: int, ranks: Iterable[int], kill: Kill) -> Health:
-    """What looks after the ranks of this attempt."""
+    """Return the watcher for the ranks of this attempt."""
     record = run.read()
     if not record.get("script"):
         return TaskHealth(run, run.logs(attempt), ranks, kill)
@@ -57,22 +57,27 @@ def health_of(run: Run, attempt: int, ranks: Iterable[int], kill: Kill) -> Healt
 
 
 class Health:
-    """What ends ranks that hang, and peers of one that is gone.
+    """Ends ranks that hang, and the other ranks after one has died.
 
     Args:
-        logs: where the ranks' output goes.
+        logs: Folder of the ranks' logs.
     """
 
     def __init__(self, logs: Path, kill: Kill) -> None:
         self.hang = ""
-        """That they hung, and how."""
+        """Description of a hang; '': none."""
         self._logs, self._kill = logs, kill
         self._at = self._looked = time.monotonic()
         self._end_at: float | None = None
-        """When those that still live are killed; None: they are not."""
+        """When to kill the ranks that still run; None: not planned."""
 
     def look(self, living: list[int], started: list[int], exits: Mapping[int, int], is_stopping: bool) -> None:
-        """To be called several times a second. The first two are process ids, of all by rank."""
+        """Check the ranks; call this several times per second.
+
+        Args:
+            living: Process ids of the running ranks.
+            started: Process ids of all ranks, by rank.
+        """
         raise NotImplementedError
 
     @property
@@ -80,7 +85,7 @@ class Health:
         return self._end_at is not None
 
     def end(self) -> None:
-        """The ranks of another machine are dead: end these, as if it were one of theirs."""
+        """End these ranks, because a rank on another machine has died."""
         self._end_in(GRACE_AFTER_FAILURE)
 
     def _end_in(self, seconds: float) -> None:
@@ -96,7 +101,7 @@ class Health:
             self._kill(pid, signal.SIGKILL)
 
     def close(self) -> None:
-        """Remove stacks that nothing was written into."""
+        """Remove empty stack files."""
         for path in self._logs.glob("*.stack.txt"):
             with contextlib.suppress(OSError):
                 if not path.stat().st_size:
@@ -104,12 +109,12 @@ class Health:
 
 
 class TaskHealth(Health):
-    """Ends ranks that show no sign of life, and peers of one that is gone.
+    """Ends ranks that give no sign of life, and the other ranks after one has died.
 
-    `watch.hang_minutes` is how long ranks may show none between two steps: None takes the larger of HANG_LEAST_MINUTES
-    and HANG_TIMES_SLOWEST times the slowest gap seen in this attempt; 0 never finds a hang. Starting, with its first
-    step and compilation, and saving have an allowance of their own, `watch.start_minutes`. Ranks that were asked to
-    stop have less time (STOP_WAIT), whatever that says: a stop must not wait for a batch, or a peer, that never comes.
+    `watch.hang_minutes` limits the time without a sign of life between two steps. None means the larger of
+    HANG_LEAST_MINUTES and HANG_TIMES_SLOWEST times the slowest gap in this attempt; 0 never finds a hang. The start,
+    with the first step and compilation, and saving have their own limit, `watch.start_minutes`. Ranks that were asked
+    to stop get less time (STOP_WAIT): a stop must not wait for a batch, or a rank, that never comes.
     """
 
     def __init__(self, run: Run, logs: Path, ranks: Iterable[int], kill: Kill = os.kill) -> None:
@@ -128,7 +133,7 @@ class TaskHealth(Health):
             return
         beats = tuple(heartbeat.read(self._logs / f"rank{rank}.beat") for rank in self._ranks)
         gone = [beat for pid, beat in zip(started, beats, strict=False) if pid not in living]
-        # by SIGABRT ranks end themselves, as NCCL's watchdog does, and may not have been the first
+        # ranks end themselves by SIGABRT, as NCCL's watchdog does, so such a rank may not be the first one
         if any(code < 0 and code != -signal.SIGABRT for code in exits.values()):
             self._end_in(GRACE_AFTER_SIGNAL)
         elif any(beat is None or beat.phase != heartbeat.ENDING for beat in gone):
@@ -139,11 +144,11 @@ class TaskHealth(Health):
             self.hang = hang
             self._ask_for_stacks(living)
             self._end_in(_WRITING)
-        # torchrun alone would give peers that wait for the dead 30 seconds
+        # torchrun would give ranks that wait for a dead one 30 seconds
         self._kill_if_due(living)
 
     def _hangs(self, beats: tuple[Beat | None, ...], is_stopping: bool) -> str:
-        """What hangs, as a reason; '' if nothing."""
+        """Return the description of a hang; '' if there is none."""
         now = time.monotonic()
         if now - self._looked > _STOOD_STILL:
             self._at = now
@@ -162,7 +167,7 @@ class TaskHealth(Health):
             allowed = 60 * self._allowed(beats)
         if not allowed or silent <= allowed:
             return ""
-        if not self._can_write():  # nor can the ranks: that is no sign of a hang, and they may train on
+        if not self._can_write():  # nor can the ranks, so silence does not mean a hang: they may still train
             self._at = now
             return ""
         behind = min((beat for beat in beats if beat), key=lambda beat: (beat.step, beat.count), default=None)
@@ -190,16 +195,16 @@ class TaskHealth(Health):
         return max(HANG_LEAST_MINUTES, HANG_TIMES_SLOWEST * self._slowest / 60)
 
     def _allowed_to_stop(self, beats: tuple[Beat | None, ...]) -> float:
-        """Seconds without a sign of life for ranks that were asked to stop."""
+        """Return the seconds that ranks that were asked to stop may take without a sign of life."""
         if any(beat and beat.phase in (heartbeat.SAVING, heartbeat.COMPUTING_METRICS) for beat in beats):
             return 60 * self._start_minutes
         return max(STOP_WAIT, STOP_TIMES_SLOWEST * self._slowest)
 
     def _ask_for_stacks(self, living: list[int]) -> None:
-        """Let ranks write down what they are doing: by faulthandler (worker.py), and by NCCL's flight recorder."""
+        """Make ranks write their stacks by faulthandler (worker.py), and NCCL's flight recorder its trace."""
         for pid in living:
             self._kill(pid, signal.SIGQUIT)
-        for rank in self._ranks:  # the recorder writes its trace when something is written into this pipe
+        for rank in self._ranks:  # writing into this pipe triggers the recorder
             with contextlib.suppress(OSError):
                 fd = os.open(self._logs / f"nccl-rank{rank}.pipe", os.O_WRONLY | os.O_NONBLOCK)
                 os.write(fd, b"1\n")
@@ -211,10 +216,10 @@ def _is_routine(beats: tuple[Beat | None, ...]) -> bool:
 
 
 class ScriptHealth(Health):
-    """Ends a script that neither writes nor computes, and writes down what it was doing.
+    """Ends a script that neither writes output nor uses the CPU, and writes its stacks.
 
     Args:
-        minutes: without any sign of life before it counts as a hang; 0: never.
+        minutes: Minutes without any sign of life that count as a hang; 0: never.
     """
 
     def __init__(self, logs: Path, minutes: float, kill: Kill = os.kill) -> None:
@@ -229,7 +234,7 @@ class ScriptHealth(Health):
             for pid in living:
                 self._kill(pid, signal.SIGTERM)
             self._end_in(SCRIPT_GRACE)
-        may_hang = living and not (self.hang or is_stopping)  # one that was asked to stop may take its time
+        may_hang = living and not (self.hang or is_stopping)  # after a stop request a script may take any time
         if may_hang and (hang := self._hangs(living)):
             self.hang = hang
             self._write_stacks({rank: pid for rank, pid in enumerate(started) if pid in living})
@@ -237,7 +242,7 @@ class ScriptHealth(Health):
         self._kill_if_due(living)
 
     def _kill_all(self, living: list[int]) -> None:
-        """Kill also all that these ranks have started: one that is left would hold the run's lock."""
+        """Kill the ranks and all processes they have started: a remaining process would hold the run's lock."""
         for process in family(living):
             with contextlib.suppress(psutil.Error):
                 if process.pid not in living:
@@ -245,10 +250,10 @@ class ScriptHealth(Health):
         super()._kill_all(living)
 
     def _hangs(self, ranks: list[int]) -> str:
-        """What hangs, as a reason; '' if nothing.
+        """Return the description of a hang; '' if there is none.
 
         Args:
-            ranks: process ids.
+            ranks: Process ids.
         """
         now = time.monotonic()
         if not self._allowed or now - self._looked < min(_LOOK_EVERY, self._allowed / 4):
@@ -271,7 +276,7 @@ class ScriptHealth(Health):
         return ()
 
     def _write_stacks(self, pids: Mapping[int, int]) -> None:
-        """Write what each of these ranks is doing into a file, by py-spy where it is there and allowed."""
+        """Write the stack of each of these ranks into a file, by py-spy if it is installed and allowed."""
         spy = shutil.which("py-spy") or shutil.which("py-spy", path=str(Path(sys.executable).parent))
         spies, null = [], subprocess.DEVNULL
         for rank, pid in pids.items():
@@ -288,7 +293,7 @@ class ScriptHealth(Health):
 
 
 def family(pids: Iterable[int]) -> list[psutil.Process]:
-    """These processes and all that they have started, as far as they live."""
+    """Return these processes and all their descendants that are still running."""
     found: dict[int, psutil.Process] = {}
     for pid in pids:
         with contextlib.suppress(psutil.Error):

@@ -1,7 +1,7 @@
-"""Out of memory: whether the kernel has killed for it, at which limit, and what to do. Imports no torch.
+"""Out of memory: whether the kernel has killed a process, at which limit, and what to do. Imports no torch.
 
-The kernel kills with a plain SIGKILL; only `memory.events` of a control group (cgroup version 2) tells why. The doctor
-reads limits by this module on hosts whose Python may be 3.8: `limits` and `size` must run there.
+The kernel kills with a plain SIGKILL; only `memory.events` of a control group (cgroup version 2) shows the reason. The
+doctor reads limits with this module on machines whose Python may be 3.8: `limits` and `size` must run there.
 """
 
 from __future__ import annotations
@@ -17,31 +17,31 @@ from pathlib import Path
 from train.format import UNITS, size
 
 ADVICE = (
-    "halve the batch of a rank (of a task: --micro_batch_size, in a new run), use fewer loader workers or ranks, "
+    "halve the micro batch (of a task: --micro_batch_size in a new run), use fewer data workers or ranks, "
     "or raise the limit"
 )
-"""What a user can do about it."""
+"""What a user can do about it, as the end of a message."""
 ADVICE_ON_GPU = "halve --micro_batch_size in a new run, or resume with --parallel.recompute auto"
 
 _REFUSED = re.compile(
     r"MemoryError|std::bad_alloc|[Cc]annot allocate memory|can't allocate memory|\bENOMEM\b"
     r"|Unable to allocate .+ for an array"
 )
-"""What Python, C++, the C library, torch's CPU allocator and NumPy say when memory is refused to them."""
+"""Messages of Python, C++, the C library, torch's CPU allocator and NumPy if an allocation fails."""
 _DEVICE_FULL = re.compile(
     r"Tried to allocate ([\d.]+) (\w+)\. GPU \d+ has a total capacity of ([\d.]+) (\w+).*"
     r"Of the allocated memory ([\d.]+) (\w+) is allocated by PyTorch, .*?and ([\d.]+) (\w+) is reserved by PyTorch"
 )
 _LOOK_EVERY = 30.0
-"""Seconds between two looks at the counters: in so long who was killed is gone, and its death was noticed."""
+"""Seconds between two looks at the counters: enough for a killed process to end and its death to be noticed."""
 
 
 def group(process: Path = Path("/proc/self"), top: Path = Path("/sys/fs/cgroup")) -> Path | None:
-    """The control group of a process, as its folder; None without version 2.
+    """Return the folder of a process's control group; None without cgroup version 2.
 
     Args:
-        process: its folder in /proc.
-        top: where control groups are mounted.
+        process: The process's folder in /proc.
+        top: Mount point of the control groups.
     """
     try:
         lines = (process / "cgroup").read_text().splitlines()
@@ -51,15 +51,15 @@ def group(process: Path = Path("/proc/self"), top: Path = Path("/sys/fs/cgroup")
     if path is None or not (top / "cgroup.controllers").exists():
         return None
     folder = top / path.lstrip("/")
-    # a container sees its own group alone
+    # a container sees only its own group
     return folder if ".." not in path and folder.is_dir() else top
 
 
 def limits(process: Path = Path("/proc/self"), top: Path = Path("/sys/fs/cgroup")) -> dict[Path, int]:
-    """The bytes that the control group of a process, and those around it, may take, where there is a limit."""
+    """Map the control group of a process and its parents to their memory limits in bytes, if they have one."""
     folder, found = group(process, top), {}
     for one in [folder, *folder.parents] if folder is not None else []:
-        with contextlib.suppress(OSError, ValueError):  # `max` is no limit
+        with contextlib.suppress(OSError, ValueError):  # `max` means no limit
             found[one] = int((one / "memory.max").read_text())
         if one == top:
             break
@@ -75,10 +75,10 @@ def _counter(path: Path, name: str) -> int:
 
 
 class Kills:
-    """Counts the kernel's kills for lack of memory in the control group of a process, in the last seconds.
+    """Counts the kernel's recent kills for lack of memory in the control group of a process.
 
-    A group may have many others in it, as that of a container has, and a run may take days: what was killed on another
-    day says nothing of who dies now. So the beginning moves on while all is well.
+    A group may contain many other processes, as in a container, and a run may take days. A kill on another day does not
+    explain a death now, so the start of the count moves forward while all ranks run.
     """
 
     def __init__(self, process: Path = Path("/proc/self"), top: Path = Path("/sys/fs/cgroup")) -> None:
@@ -95,19 +95,19 @@ class Kills:
         return time.monotonic() - self._looked >= _LOOK_EVERY
 
     def look(self) -> None:
-        """To be called while all live: what was there before the last look is no cause of what comes.
+        """Forget kills from before the last look; call this while all ranks run.
 
-        Before the last one: a kill that this look finds may be one whose death is not noticed yet.
+        Kills since the last look still count: the death of that process may not be noticed yet.
         """
         self._before, self._last, self._looked = self._last, self._count(), time.monotonic()
 
     def limit(self) -> str | None:
-        """The limit at which there was a kill, as text, or None if there was none."""
+        """Return the limit at which a process was killed, as text; None: no kill."""
         return _least(limits(*self._place)) if self._count() > self._before else None
 
 
 def _least(limited: Mapping[Path, int]) -> str:
-    """The least limit of control groups, else the machine's memory, as text."""
+    """Return the lowest limit of the control groups, else the machine's memory, as text."""
     if not limited:
         return f"the {size(os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES'))} of this machine"
     least, folder = min((limit, folder) for folder, limit in limited.items())
@@ -115,33 +115,35 @@ def _least(limited: Mapping[Path, int]) -> str:
 
 
 def refused_at() -> str:
-    """The limit that an allocation of this process, or of one that it starts, can be refused for, as text."""
+    """Return the memory limit that applies to this process and to those it starts, as text."""
     for number, name in ((resource.RLIMIT_AS, "ulimit -v"), (resource.RLIMIT_DATA, "ulimit -d")):
         soft = resource.getrlimit(number)[0]
         if soft != resource.RLIM_INFINITY:
-            return f"the limit of {size(soft)} a process ({name})"
+            return f"the limit of {size(soft)} per process ({name})"
     return _least(limits())
 
 
 def left(process: Path = Path("/proc/self"), top: Path = Path("/sys/fs/cgroup")) -> int:
-    """Bytes of memory that a process can still get, by its control groups and by the machine's own count."""
+    """Return the bytes of memory that a process can still get, by its control groups and the machine's free memory."""
     lines = Path("/proc/meminfo").read_text().splitlines()
     free = [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]
     for folder, limit in limits(process, top).items():
-        files = _counter(folder / "memory.stat", "inactive_file")  # kept in memory, and given back at once
+        files = _counter(folder / "memory.stat", "inactive_file")  # file cache, which the kernel frees on demand
         with contextlib.suppress(OSError):
             free.append(max(limit - int((folder / "memory.current").read_text()) + files, 0))
     return min(free, default=2**60)
 
 
 def is_refused(text: str) -> bool:
-    """Whether a message says that memory of the host was refused."""
+    """Whether a message says that an allocation of main memory failed."""
     return bool(_REFUSED.search(text)) and "CUDA" not in text
 
 
 def device_is_too_small(text: str) -> bool:
-    """Whether torch's message of a full GPU means that it would be full again: were all other processes gone, what was
-    asked for would not fit beside what torch has here."""
+    """Whether torch's message about a full GPU means that the GPU is too small.
+
+    It is if the request would not fit beside torch's own memory even with all other processes gone.
+    """
     found = _DEVICE_FULL.search(text)
     if found is None:
         return False
@@ -151,7 +153,7 @@ def device_is_too_small(text: str) -> bool:
 
 
 def lower_than_agent() -> None:
-    """Let the kernel take this process before the one that can say why: its score is raised by a tenth of all."""
+    """Raise this process's oom_score_adj by 100 (of 1000), so that the kernel kills it before the agent."""
     path = Path("/proc/self/oom_score_adj")
     with contextlib.suppress(OSError, ValueError):
         path.write_text(str(min(int(path.read_text()) + 100, 1000)))

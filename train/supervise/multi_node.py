@@ -1,4 +1,4 @@
-"""The loop of attempts where a run is on several machines: each attempt begins and ends on all of them together."""
+"""The loop of attempts of a run on several machines: each attempt starts and ends on all of them together."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from train.supervise.ranks import Ranks
 
 
 class MultiNodeSupervisor(Supervisor):
-    """Keeps the ranks of this machine alive, in step with the other machines of the run."""
+    """Keeps the ranks of this machine alive, together with the other machines of the run."""
 
     def __init__(
         self, run: Run, ranks: Ranks, stop: signals.StopRequest, show: Callable[[], None], say: Callable[[str], None],
@@ -29,18 +29,18 @@ class MultiNodeSupervisor(Supervisor):
         super().__init__(run, ranks, LaunchMode.LAUNCHED, stop, show, say)
         self.nodes = nodes
         self._is_over = False
-        """Whether the attempt has ended elsewhere first."""
+        """Whether the attempt has ended on another machine first."""
         self._regroups_for = ""
-        """Why the ranks were stopped to be begun again with more nodes."""
+        """Why the ranks were stopped to restart with more nodes."""
 
     def keep(self) -> int:
-        """Run attempts until the run ends, and let the others know how. Returns the exit code of its end."""
+        """Run attempts until the run ends, and tell the other nodes how. Returns the exit code."""
         code = super().keep()
         self.nodes.leave()
         return code
 
     def gather(self) -> Decision | None:
-        """Wait for the other nodes. None when all are there; else how the run ends here without them."""
+        """Wait for the other nodes. Returns None when all are connected, else how the run ends here without them."""
         nodes, message, until = self.nodes, "", time.monotonic() + 60 * self.nodes.settings.wait_minutes
         nodes.join(self.newest_state())
         while nodes.round is None:
@@ -59,11 +59,12 @@ class MultiNodeSupervisor(Supervisor):
             self.show()
             time.sleep(0.02)
         nodes.take_over()
-        self.say(f"all nodes are there: {', '.join(nodes.names())}; {nodes.interface or 'nothing'} leads there")
+        by = f" over {nodes.interface}" if nodes.interface else ""
+        self.say(f"all nodes are connected{by}: {', '.join(nodes.names())}")
         return None
 
     def _end_of_waiting(self, waits: str, is_too_late: bool) -> Decision | None:
-        """How the run ends here while it waits for other nodes; None: it does not."""
+        """Return how the run ends here while it waits for other nodes; None: it does not end."""
         nodes, asked = self.nodes, asked_by(self.stop)
         if asked is not None:
             step = self.run.newest_checkpoint
@@ -71,7 +72,7 @@ class MultiNodeSupervisor(Supervisor):
             reason = f"stopped ({asked.text}) while {waits}{saved}"
             decision = Decision("stopped", states.STOPPED, reason, reason, asked.by, code=EXIT_STOPPED)
             is_users = asked.by == signals.USER or self.stop.interrupts > 0
-            if is_users and not asked.now:  # else this machine alone goes away
+            if is_users and not asked.now:  # otherwise only this machine leaves
                 nodes.ask_stop(asked)
                 nodes.end_waiting(decision)
             return decision
@@ -79,12 +80,12 @@ class MultiNodeSupervisor(Supervisor):
             return decide.refused(nodes.refused)
         if nodes.end is None and is_too_late:
             minutes = f"{nodes.settings.wait_minutes:g} minutes"
-            reason = f"gave up after {minutes} of {waits}; go on with: train resume {self.run.name}"
+            reason = f"gave up after {minutes} of {waits}; continue with: train resume {self.run.name}"
             return Decision("died", None, reason, reason)
         return nodes.end
 
     def begin(self) -> int:
-        """Record a new attempt, of which node 0 says what it continues after. Returns its number."""
+        """Record a new attempt, which continues after the step that node 0 gives. Returns its number."""
         nodes = self.nodes
         self._is_over, self._regroups_for, self._from_step = False, "", nodes.from_step
         return self.run.begin_attempt(
@@ -92,7 +93,7 @@ class MultiNodeSupervisor(Supervisor):
         )
 
     def follow(self, watch: health.Health) -> None:
-        """Do what the other nodes do, and let them know what happens here."""
+        """Follow the other nodes, and tell them what happens here."""
         nodes, asked = self.nodes, asked_by(self.stop)
         self.look_at_others()
         if watch.is_ending:
@@ -104,17 +105,17 @@ class MultiNodeSupervisor(Supervisor):
             if not (asked.now or self.leaves):
                 nodes.ask_stop(asked)
         elif not self._regroups_for and (came := nodes.came):
-            self._regroups_for = f"{came} came"
+            self._regroups_for = f"{came} joins"
             self.ranks.signal(signal.SIGTERM)  # they save, and end
 
     def look_at_others(self) -> None:
-        """Take in what the other nodes publish.
+        """Read what the other nodes publish.
 
         Raises:
-            Refused: this node's run folder is gone: to the others it is, too.
+            Refused: this node's run folder is gone. For the other nodes this node is gone too.
         """
         if self.run.is_gone():
-            raise Refused(f"{self.run.folder} was removed; the other nodes go on without this one, or wait for it")
+            raise Refused(f"{self.run.folder} was removed; the other nodes continue without this one, or wait for it")
         self.nodes.look()
         for line in self.nodes.remarks:
             self.say(line)
@@ -124,16 +125,16 @@ class MultiNodeSupervisor(Supervisor):
             self.stop.ask(wanted.by, wanted.text)
 
     def settle(self, facts: Facts) -> Decision:
-        """What becomes of the run, as node 0 decides by what all nodes know."""
+        """Decide what happens to the run: node 0 decides by the facts of all nodes."""
         exits = facts.exits
-        if self._is_over:  # what then was killed, was killed here
+        if self._is_over:  # ranks that were killed after that were killed by this node
             exits = {rank: code for rank, code in exits.items() if code != -signal.SIGKILL}
         logs = {rank: log for rank, log in facts.logs.items() if rank in exits}
         facts = dataclasses.replace(facts, exits=exits, logs=logs, regroup=self._regroups_for)
         return self.nodes.settle(facts, self._stop_at_once)
 
     def _stop_at_once(self) -> Asked | None:
-        """While the ranks of other nodes end: a stop that is wanted at once."""
+        """Return a request to stop at once, if one comes while the ranks of other nodes end."""
         self.hear()
         self.look_at_others()
         asked = asked_by(self.stop)
@@ -141,15 +142,18 @@ class MultiNodeSupervisor(Supervisor):
 
     @property
     def leaves(self) -> bool:
-        """Whether this node alone is to stop: of a run that may go on with fewer a signal, or its keeper's end, says
-        that this machine goes away. `train stop` and Ctrl-C are a user's word, on whatever machine, for the run."""
+        """Whether only this node stops.
+
+        In a run that may continue with fewer nodes, a signal or the end of the keeper means that this machine leaves.
+        `train stop` and Ctrl-C stop the whole run, on whichever machine the user gives them.
+        """
         nodes, stop = self.nodes, self.stop
         if not nodes.settings.is_elastic or nodes.stop is not None:
             return False
         return stop.by in (signals.SIGNAL, signals.KEEPER) and not (stop.now or stop.interrupts)
 
     def has_progressed(self, record: Mapping[str, Any]) -> bool:
-        """Whether the attempt has brought the run further; node 0 alone has the checkpoints."""
+        """Whether the attempt has trained further. Only node 0 has the checkpoints."""
         if self.nodes.settings.node:
             return int(record.get("step") or 0) > self._from_step
         return super().has_progressed(record)

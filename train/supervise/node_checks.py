@@ -1,4 +1,4 @@
-"""That all machines of a run train the same: what each tells of itself, and in what two differ."""
+"""Checks that all machines of a run train the same: what each node reports about itself, and how two nodes differ."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from train.run import folders
 from train.run.run_folder import Run
 
 SHARED = ".shared"
-"""The file by which other nodes see that node 0's run folder is theirs, too: it holds what node 0 says of itself."""
+"""File in node 0's run folder. A node that can read it there shares the folder; it holds the id of node 0's process."""
 
 
 def code_digest() -> str:
-    """A short digest of the package's Python files: names and contents, in order."""
+    """Return a short digest of the names and contents of the package's Python files."""
     folder = Path(__file__).resolve().parents[1]
     digest = hashlib.sha256()
     for path in sorted(folder.rglob("*.py")):
@@ -29,17 +29,18 @@ def code_digest() -> str:
 
 
 def hello(run: Run, node: int, nproc: int, least: int, most: int) -> dict[str, Any]:
-    """What a node says of itself when it comes.
+    """Return what a node reports about itself when it connects.
 
     Args:
-        least: nodes without which nothing begins. most: nodes that there is room for.
+        least: Minimum number of nodes.
+        most: Maximum number of nodes.
 
     Returns:
-        Among others `same`: what must be the same everywhere, with the configuration's fields under `config`; and
-        `chosen`: fields that no user has set, which all take over from node 0.
+        Among others `same`: values that must be equal on all nodes, with the config fields under `config`; and
+        `chosen`: fields that no user has set, which all nodes take from node 0.
 
     Raises:
-        Refused, OSError, ValueError: the run folder is not whole.
+        Refused, OSError, ValueError: the run folder is incomplete.
     """
     from importlib.metadata import version
 
@@ -71,29 +72,30 @@ WORDS = {
     "python": "version of Python",
     "code": "copy of train/",
     "task": "task file",
-    "data": "data set",
+    "data": "dataset",
     "init": "--init file",
     "hashes": "PYTHONHASHSEED",
 }
-"""What must be the same, in words."""
+"""Maps keys of `same` to words for messages."""
 
 
 def name_of(hello: Mapping[str, Any]) -> str:
-    """A node as text."""
+    """Return a node as text."""
     return f"node {hello['node']} ({hello['host']})"
 
 
 def difference(first: Mapping[str, Any], other: Mapping[str, Any]) -> str:
-    """In what a node that has come cannot run with node 0, in a line that names it; '' where it can.
+    """Return a line that says why a node cannot run with node 0; '' if it can.
 
     Args:
-        first: the hello of node 0. other: that of the node.
+        first: The hello of node 0.
+        other: The hello of the node.
     """
     who, zero = name_of(other), name_of(first)
     if other["run"] != first["run"]:
-        return f"{who} comes with run {other['run']}, and {first['run']} meets here; give each run a port of its own"
+        return f"{who} starts run {other['run']}, but {first['run']} uses this port; give each run its own port"
     if (other["least"], other["most"]) != (first["least"], first["most"]):
-        return f"{who} was started with --nnodes {_range(other)}, and {zero} with {_range(first)}"
+        return f"{who} was started with --nnodes {_range(other)}, but {zero} with {_range(first)}; use the same"
     mine, its = dict(first["same"]), dict(other["same"])
     fields, its_fields = mine.pop("config"), its.pop("config")
     for key in mine.keys() | its.keys():
@@ -104,32 +106,32 @@ def difference(first: Mapping[str, Any], other: Mapping[str, Any]) -> str:
         if fields.get(key) != its_fields.get(key):
             return f"{who} has another configuration than {zero}: {key} is {its_fields.get(key)}, not {fields.get(key)}"
     counts, share = (other["nproc"], first["nproc"]), fields.get("parallel.shard_size")
-    # each has checked that `share` divides what any number of machines like itself have
+    # each has checked that `share` divides the ranks of any number of machines like itself
     if isinstance(share, int) and counts[0] != counts[1] and any(count % share for count in counts):
         return (
-            f"{who} has --nproc {counts[0]} and {zero} {counts[1]}: with --parallel.shard_size {share} give all "
-            f"machines the same, or each a multiple of {share}"
+            f"{who} has --nproc {counts[0]} and {zero} {counts[1]}; with --parallel.shard_size {share} give all "
+            f"machines the same number, or multiples of {share}"
         )
     return ""
 
 
 def is_spread(hello: Mapping[str, Any]) -> bool:
-    """Whether the state is divided among the ranks, which then need one folder for checkpoints."""
+    """Whether the state is sharded among the ranks, which then need one folder for checkpoints."""
     return hello["same"]["config"].get("parallel.strategy") in SPREAD
 
 
 def sees_folder(folder: Path, id: str) -> bool:
-    """Whether a node but node 0 sees node 0's run folder beside its own.
+    """Whether this node, which is not node 0, sees node 0's run folder beside its own.
 
     Args:
-        folder: this node's run folder.
-        id: what node 0 has written there.
+        folder: This node's run folder.
+        id: The id that node 0 has written into its run folder.
     """
     if folder.parents[1].name != folders.NODES:
         return False
     zero = folders.of_node_0(folder)
     with contextlib.suppress(OSError):
-        os.listdir(zero.parent)  # else NFS may say for a minute that it is not there
+        os.listdir(zero.parent)  # without it NFS may report the folder as missing for a minute
         return (zero / SHARED).read_text(encoding="utf-8") == id
     return False
 
@@ -139,6 +141,6 @@ def _range(hello: Mapping[str, Any]) -> str:
 
 
 def short(value: Any) -> str:
-    """A value in few letters: of a digest its begin."""
+    """Return a short text of a value: the first 12 characters of a digest."""
     text = str(value or "none")
     return text[:12] if len(text) > 24 else text

@@ -1,4 +1,4 @@
-"""What nodes tell each other of how their ranks ended, put together into the facts that node 0 decides by."""
+"""The reports of nodes about how their ranks ended, and the facts that node 0 makes of them for its decision."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from train.supervise.decide import Asked, Decision, Facts
 from train.supervise.rendezvous import Public
 
 _LAST = 4000
-"""Characters of the log of a rank that failed, which node 0 gets."""
+"""Number of characters of a failed rank's log that a node sends to node 0."""
 
 
 def decision_of(plain: Mapping[str, Any]) -> Decision:
-    """Node 0's decision, as it was published."""
+    """Return node 0's decision from its published form."""
     return Decision(**{key: value for key, value in plain.items() if key != "round"})
 
 
 def of_rank_0(facts: Facts) -> dict[int, Outcome]:
-    """Outcomes of the ranks of this node, as if the first of them were rank 0: all have stopped after the same step."""
+    """Return the outcome of this node's first rank as that of rank 0: all ranks have stopped after the same step."""
     first = next(iter(facts.outcomes.values()), None)
     return {0: dataclasses.replace(first, rank=0)} if first is not None else {}
 
@@ -31,7 +31,7 @@ def is_bad(facts: Facts) -> bool:
 
 
 def report_of(facts: Facts, leaves: str) -> Public:
-    """What node 0 is to know of how the ranks of this node ended."""
+    """Return this node's report for node 0 about how its ranks ended."""
     asked = facts.asked
     return {
         "outcomes": [dataclasses.asdict(one) for one in facts.outcomes.values()],
@@ -44,10 +44,10 @@ def report_of(facts: Facts, leaves: str) -> Public:
 
 
 def merged(facts: Facts, reports: list[Public], lost: list[str]) -> Facts:
-    """Node 0's facts with what other nodes report.
+    """Return node 0's facts, merged with the reports of the other nodes.
 
     Args:
-        lost: nodes that are gone.
+        lost: Names of the nodes that are gone.
     """
     outcomes = dict(facts.outcomes)
     exits, logs, asked = dict(facts.exits), dict(facts.logs), facts.asked
@@ -56,7 +56,7 @@ def merged(facts: Facts, reports: list[Public], lost: list[str]) -> Facts:
             outcomes[found["rank"]] = Outcome(**found | {"kind": Kind(found["kind"])})
         exits |= {int(rank): code for rank, code in report["exits"].items()}
         logs |= {int(rank): text for rank, text in report["logs"].items()}
-        if report["asked"] and (asked is None or facts.leaves):  # what all are to do goes before
+        if report["asked"] and (asked is None or facts.leaves):  # a stop of the whole run has priority
             asked = Asked(**report["asked"])
 
     def first(name: str, own: Any) -> Any:

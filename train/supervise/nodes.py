@@ -1,7 +1,7 @@
-"""This node among those of its run, for the loop that supervises its ranks.
+"""The nodes of a run as one node sees them, for the loop that supervises its ranks.
 
-All nodes begin and end an attempt together. Each publishes how its ranks ended; node 0 decides what becomes of the run
-(decide.py), and the others carry its decision out. How nodes find each other is in rendezvous.py.
+All nodes start and end an attempt together. Each node publishes how its ranks ended. Node 0 decides what happens to the
+run (decide.py), and the others carry out its decision. For how nodes find each other see rendezvous.py.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from train.supervise.timeouts import JOINING, LINGER, SHARED_FOLDER, WAIT_MINUTE
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """A node's place in its run, as run.json keeps it under `cluster`."""
+    """A node's place in its run, stored in run.json under `cluster`."""
 
     least: int
     most: int
@@ -53,7 +53,7 @@ class Settings:
 
 
 def settings_of(record: Mapping[str, Any]) -> Settings | None:
-    """Of a run's record; None: it is on one machine alone."""
+    """Return the settings in a run's record; None: the run is on one machine."""
     return Settings(**record["cluster"]) if record.get("cluster") else None
 
 
@@ -61,22 +61,22 @@ class Nodes:
     """The nodes of a run, as one of them sees them.
 
     Args:
-        nproc: ranks of this node.
-        listening: on node 0, where the others come to.
+        nproc: Number of ranks on this node.
+        listening: On node 0, the socket to which the other nodes connect.
     """
 
     def __init__(self, run: Run, nproc: int, settings: Settings, listening: socket.socket | None) -> None:
         self.run, self.settings, self._id = run, settings, uuid.uuid4().hex
         attempts = run.read()["attempts"]
         self._has_ended = bool(attempts and attempts[-1]["end"])
-        """Whether the last attempt here came to an end that was written down."""
+        """Whether the end of the last attempt on this node was recorded."""
         self._hello = node_checks.hello(run, settings.node, nproc, settings.least, settings.most)
         if listening is not None and node_checks.is_spread(self._hello):
             (run.folder / node_checks.SHARED).write_text(self._id, encoding="utf-8")
         self._rendezvous = self._reach(listening)
         self._from_step, self._began, self._remark = 0, 0.0, ""
         self.round: Round | None = None
-        """The attempt that this node is in, or is to begin."""
+        """The current attempt, or the one about to start."""
         self.remarks: list[str] = []
         """Lines for the terminal."""
 
@@ -84,9 +84,9 @@ class Nodes:
         return Rendezvous(self.settings.place, self._hello, listening, self._problem_with, self._id)
 
     def _problem_with(self, zero: Public) -> str:
-        """Why this node cannot be one of node 0's run. In a thread of the rendezvous."""
+        """Return why this node cannot join node 0's run. Called in a thread of the rendezvous."""
         if zero.get("end") and self._has_ended:
-            raise ConnectionError("node 0 is about to leave")  # it tells of an end that this node knows
+            raise ConnectionError("node 0 is about to leave")  # it publishes an end that this node knows
         problem = node_checks.difference(zero["hello"], self._hello)
         if problem or not node_checks.is_spread(self._hello):
             return problem
@@ -94,33 +94,33 @@ class Nodes:
         while not node_checks.sees_folder(self.run.folder, zero["id"]):
             if time.monotonic() > until:
                 return (
-                    f"{name_of(self._hello)} does not see {zero['hello']['home']} of {name_of(zero['hello'])}: fsdp "
-                    "and hsdp need one --runs that all machines share; or use --parallel.strategy ddp"
+                    f"{name_of(self._hello)} does not see {zero['hello']['home']} of {name_of(zero['hello'])}; share "
+                    "one --runs among all machines (fsdp and hsdp need it), or use --parallel.strategy ddp"
                 )
             time.sleep(0.2)
         return ""
 
     @property
     def _others(self) -> dict[int, Public]:
-        """What others publish, as it is now: a thread reads more."""
+        """What the other nodes publish, as a copy: a thread updates the original."""
         return dict(self._rendezvous.others)
 
     @property
     def _zero(self) -> Public:
-        """What node 0 publishes, on the others."""
+        """What node 0 publishes, as seen by the other nodes."""
         return self._others.get(0, {})
 
     def join(self, from_step: int) -> None:
-        """Wait for the next attempt; `round` is set when all nodes have begun it.
+        """Start to wait for the next attempt; `round` is set when all nodes have started it.
 
         Args:
-            from_step: on node 0, what it continues after.
+            from_step: On node 0, the step after which the attempt continues.
         """
         self.round, self._from_step = None, from_step
         self._rendezvous.join(from_step)
 
     def look(self) -> None:
-        """Take in what others publish. To be called several times a second."""
+        """Read what the other nodes publish. Call this several times per second."""
         self._rendezvous.look()
         if self.round is None and self._rendezvous.is_lost:
             if not self.settings.node:
@@ -135,15 +135,15 @@ class Nodes:
         if self.round is None and self._rendezvous.round is not None:
             self.round, self._began = self._rendezvous.round, time.monotonic()
         if self.round is None and not self.settings.node:
-            self._rendezvous.publish(missing=self._missing())  # which goes out where it has changed
+            self._rendezvous.publish(missing=self._missing())  # sent only if it has changed
 
     @property
     def refused(self) -> str:
-        """Why this node cannot be one of the run."""
+        """Why this node cannot join the run; '' if it can."""
         return _printable(self._rendezvous.refused)
 
     def waiting_for(self) -> str:
-        """Whom this node waits for, in a line."""
+        """Return a line about the nodes for which this node waits."""
         where, most = self.settings.rendezvous, self.settings.most
         if self.settings.node and not self._zero:
             return f"waiting for node 0 of {most} at {where} ({self._rendezvous.problem or 'connected'})"
@@ -156,22 +156,22 @@ class Nodes:
 
     @property
     def _refused_other(self) -> str:
-        """On node 0: that another one was refused, and why; ''."""
+        """On node 0: a line about a node that was refused, and why; '' if none was."""
         return _printable(f"{self._remark}; it was refused") if self._remark else ""
 
     def _missing(self) -> list[int]:
         return [node for node in range(1, self.settings.most) if node not in self._living()]
 
-    # --- the attempt
+    # --- during an attempt
 
     @property
     def _current(self) -> Round:
-        """The attempt that this node is in; there is one."""
+        """The current attempt; only valid during one."""
         assert self.round is not None
         return self.round
 
     def rank_envs(self) -> list[RankEnv]:
-        """Of the ranks of this node in the attempt."""
+        """Return the rank environments of this node's ranks in the attempt."""
         counts = [node["ranks"] for node in self._current.nodes]
         first = list(itertools.accumulate(counts[:-1], initial=0))
         mine = next(place for place, node in enumerate(self._current.nodes) if node["node"] == self.settings.node)
@@ -182,27 +182,27 @@ class Nodes:
 
     @property
     def from_step(self) -> int:
-        """The step that the attempt continues after."""
+        """The step after which the attempt continues."""
         return self._current.from_step
 
     @property
     def meeting(self) -> dict[str, Any]:
-        """Where the ranks meet: `host` and `port`."""
+        """The address at which the ranks connect: `host` and `port`."""
         return {"host": self._rendezvous.address, "port": self._current.port}
 
     def take_store(self) -> socket.socket | None:
-        """On node 0: the socket that rank 0 listens with there."""
+        """On node 0: return the listening socket for rank 0, once."""
         taken, self._rendezvous.rank_socket = self._rendezvous.rank_socket, None
         return taken
 
     def environment(self) -> dict[str, str]:
-        """What the ranks of this node get besides."""
+        """Return more environment variables for the ranks of this node."""
         _, wanted = self._interfaces(os.environ)
         return wanted | {"GROUP_RANK": str(self.settings.node)}
 
     @property
     def interface(self) -> str:
-        """The one that leads to the others."""
+        """The network interface that leads to the other nodes."""
         return self._interfaces({})[0]
 
     def _interfaces(self, environ: Mapping[str, str]) -> tuple[str, dict[str, str]]:
@@ -211,11 +211,11 @@ class Nodes:
         return address.interfaces(self._rendezvous.address, self.settings.place.port, environ, reached)
 
     def names(self) -> list[str]:
-        """The nodes of the attempt, as text."""
+        """Return the names of the nodes of the attempt."""
         return [name_of(node) for node in self._current.nodes] if self.round is not None else []
 
     def take_over(self) -> None:
-        """Take from node 0 what no user has set of the configuration, so that all compute alike."""
+        """Take config fields that no user has set from node 0, so that all nodes compute alike."""
         if not self.settings.node:
             return
         path = self.run.folder / "config.toml"
@@ -227,13 +227,13 @@ class Nodes:
             self.run.update(lambda record: record.update(cast(Record, ownership.sign(self.run.folder, record))))
 
     def report_death(self) -> None:
-        """Tell the other nodes that a rank here is dead: they need not wait to find out."""
+        """Tell the other nodes that a rank here is dead, so that they need not find out themselves."""
         if not self._rendezvous.own.get("bad"):
             self._rendezvous.publish(bad=True)
 
     @property
     def is_over(self) -> bool:
-        """Whether the attempt has ended elsewhere: a rank of another node is dead, or the node is gone."""
+        """Whether the attempt has ended on another node: a rank is dead there, or the node is gone."""
         if self.round is None:
             return False
         for node in self._current.nodes[:1] if self.settings.node else self._current.nodes[1:]:
@@ -243,18 +243,18 @@ class Nodes:
         return False
 
     def _is_gone(self, node: Mapping[str, Any]) -> bool:
-        """Whether a node of the attempt, as this one follows it, is not in it any more."""
+        """Whether a node has left the attempt, as far as this node sees."""
         public, has_joined = self._others.get(node["node"], {}), time.monotonic() - self._began > JOINING
         if self.settings.node and self._rendezvous.is_lost:
             return True
         if not self._rendezvous.lives(node["node"], node["id"]):
             return bool(self.settings.node) or has_joined or public.get("id") != node["id"]
-        # node 0 too: it has given this one up while it stood still, and its ranks may wait for the others' for ever
+        # node 0 too: it may have dropped this node while this one was suspended, and the ranks would wait for ever
         return has_joined and public.get("round") != self._current.id
 
     @property
     def came(self) -> str:
-        """On node 0 of a run that takes nodes in: those that wait to join, as text; ''."""
+        """On node 0 of an elastic run: names of the nodes that wait to join; '' if there are none."""
         if not (self.settings.is_elastic and self._rendezvous.waiting) or self.round is None:
             return ""
         inside = {node["node"] for node in self._current.nodes}
@@ -266,23 +266,23 @@ class Nodes:
 
     @property
     def stop(self) -> Asked | None:
-        """A stop of the whole run that another node was asked for."""
+        """A stop of the whole run that another node was asked for; None: no stop."""
         known = self._others if self.settings.node else self._living()
         return next((Asked(**public["stop"]) for public in known.values() if public.get("stop")), None)
 
     def ask_stop(self, asked: Asked) -> None:
-        """Let all nodes stop."""
+        """Ask all nodes to stop."""
         if not self._rendezvous.own.get("stop"):
             self._rendezvous.publish(stop={"by": asked.by, "text": asked.text})
 
     # --- the end of an attempt, and of the run
 
     def settle(self, facts: Facts, look: Callable[[], Asked | None]) -> Decision:
-        """What becomes of the run: node 0 decides by what all nodes publish, the others carry that out.
+        """Decide what happens to the run: node 0 decides by the reports of all nodes, the others follow.
 
         Args:
-            facts: of this node.
-            look: called meanwhile. Returns a stop at once, which waits for no other node.
+            facts: The facts of this node.
+            look: called repeatedly while waiting. Returns a request to stop at once, which waits for no other node.
         """
         at_once = facts.asked if facts.asked is not None and facts.asked.now else None
         if at_once is None and is_bad(facts):
@@ -318,12 +318,12 @@ class Nodes:
 
     @property
     def _decided(self) -> Decision | None:
-        """What node 0 has decided on the end of the attempt, on another node."""
+        """On the other nodes: node 0's decision about the end of the attempt; None: not decided yet."""
         decided = self._zero.get("decision") or {}
         return decision_of(decided) if decided.get("round") == self._current.id else None
 
     def _carried_out(self, facts: Facts, at_once: Asked | None, look: Callable[[], Asked | None]) -> Decision:
-        """Node 0's decision, on another node."""
+        """On the other nodes: wait for node 0's decision and return this node's."""
         while self._decided is None and at_once is None and not self._is_gone(self._current.nodes[0]):
             at_once = look()
             time.sleep(0.02)
@@ -335,31 +335,31 @@ class Nodes:
         return decision or decide(dataclasses.replace(facts, outcomes={}, lost=self.names()[0]))
 
     def _why_it_leaves(self, facts: Facts) -> str:
-        """The reason for the others, who go on; '' where this node does, too, or all are to stop."""
+        """Return the reason for the nodes that continue without this one; '' if this node stays, or all stop."""
         if facts.asked is None or not facts.leaves:
             return ""
         return f"{name_of(self._hello)} leaves ({facts.asked.text})"
 
     def _merged(self, facts: Facts) -> Facts:
-        """Node 0's facts with the reports of the other nodes of the attempt."""
+        """Return node 0's facts, merged with the reports of the other nodes of the attempt."""
         reports = {name_of(node): self._report_of(node["node"]) for node in self._current.nodes[1:]}
         lost = [name for name, report in reports.items() if report is None]
         return merged(facts, [report for report in reports.values() if report is not None], lost)
 
     @property
     def end(self) -> Decision | None:
-        """How the run has ended, as node 0 says; None: it has not."""
+        """How the run has ended, as published by node 0; None: it has not ended."""
         return decision_of(self._zero["end"]) if self._zero.get("end") else None
 
     def end_waiting(self, decision: Decision) -> None:
-        """The run ends while no attempt is under way; of node 0's word the others hear."""
+        """End the run outside of an attempt. Node 0 publishes the decision to the others."""
         if self.settings.node:
             self._rendezvous.flush()
         else:
             self._rendezvous.publish(end=dataclasses.asdict(decision))
 
     def leave(self) -> None:
-        """This node has written down how its run ended. Node 0 stays until all others that live know it, too."""
+        """Leave after recording how the run ended. Node 0 stays until all other living nodes know it too."""
         self._rendezvous.publish(knows=True)
         until = time.monotonic() + LINGER
         while not self.settings.node and self._rendezvous.own.get("end") and time.monotonic() < until:
@@ -377,5 +377,5 @@ class Nodes:
 
 
 def _printable(line: str) -> str:
-    """A line that terminals and run.json can take, whatever another node sent."""
+    """Return a line that is safe for terminals and run.json, whatever another node has sent."""
     return screen.printable(shortened(line)) if line else ""

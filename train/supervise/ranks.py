@@ -1,7 +1,7 @@
-"""The ranks of a run on this machine as processes: how they start, who lives, what they exited with.
+"""The processes of a run's ranks on this machine: starts them, and knows which still run and their exit codes.
 
-The zygote forks them all: ranks of a task are such a fork, those of a script execute its file with torchrun's
-environment. Why a rank ended, and what follows, is not known here.
+The zygote forks all of them. A rank of a task is such a fork; a rank of a script then executes the script's file with
+torchrun's environment variables. Why a rank ended, and what follows, is decided elsewhere (decide.py).
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ from train.supervise.nodes import Nodes
 from train.supervise.zygote import RANKS, SCRIPT, Zygote
 
 _WAIT = 0.2
-"""Seconds that `wait` takes where no rank ends."""
+"""Seconds `wait` takes if no rank ends."""
 _MOMENT = 0.25
-"""Seconds within which ranks end that end because of the same."""
+"""Seconds within which ranks end that end for the same reason."""
 
 
 class Ranks:
     """The ranks of this machine, one attempt after the other.
 
     Args:
-        count: how many.
-        nodes: where the run is on several machines.
-        command: of a script's run: what follows `python -u`, asked for at each attempt.
-        environ: laid over the environment of the ranks.
-        is_foreground: whether rank 0 has this process's terminal.
+        count: Number of ranks.
+        nodes: The nodes of a run on several machines.
+        command: For a script: returns what follows `python -u`; called at each attempt.
+        environ: Variables that override the environment of the ranks.
+        is_foreground: Whether rank 0 has this process's terminal.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class Ranks:
         self.run, self.count, self.environ = run.held(), count, dict(environ or {})
         self.memory = None if is_foreground else snapshot_memory(run, count)
         self.problem = ""
-        """Why they could not be started, in a line."""
+        """Why the ranks could not be started, in one line."""
         self.rank_envs: list[RankEnv] = []
         self._lock, self._zygote, self._nodes, self._command = lock, zygote, nodes, command
         self._is_foreground = is_foreground
@@ -72,7 +72,7 @@ class Ranks:
         self._store: int | None = None
 
     def start(self, attempt: int) -> None:
-        """Start them all; what is in the way is a `problem` then."""
+        """Start all ranks. If that fails, `problem` says why."""
         self.problem, self._pids, self._codes, self._first = "", {}, {}, {}
         self._first_until, self._signalled = math.inf, set()
         self.rank_envs = [RankEnv(rank, self.count, rank, self.count) for rank in range(self.count)]
@@ -87,14 +87,14 @@ class Ranks:
                 self._start_script(attempt, self._command())
             else:
                 self._start_task(attempt)
-        except (OSError, Refused) as error:  # no room for a process: the machine is busy
+        except (OSError, Refused) as error:  # the machine has no resources for a process
             self.problem = one_line(error if isinstance(error, Refused) else f"{type(error).__name__}: {error}")
             self._first = {self.rank_envs[0].rank: 1}
             for pid in self.living:
                 self.end_peer(pid, signal.SIGKILL)
 
     def _start_task(self, attempt: int) -> None:
-        address = self.memory.address if self.memory is not None else ""  # '': not that of a run around this one
+        address = self.memory.address if self.memory is not None else ""  # '' hides the variable of an enclosing run
         common = {"OMP_NUM_THREADS": str(self.run.read_config().get("cpu_threads", 1)), ENVIRONMENT: address}
         meeting: dict[str, Any] = {}
         with contextlib.ExitStack() as held:
@@ -103,7 +103,7 @@ class Ranks:
                 meeting, common = self._nodes.meeting, common | self._nodes.environment()
                 listening = self._nodes.take_store()
                 place = [held.enter_context(listening).fileno()] if listening is not None else []
-            else:  # in memory: nobody else can open it, and nothing of it is left when these processes are gone
+            else:  # in memory: other processes cannot open it, and it vanishes with these processes
                 place = [os.memfd_create("train-store")]
                 held.callback(os.close, place[0])
             for rank_env in self.rank_envs:
@@ -156,10 +156,10 @@ class Ranks:
         return self._is_foreground and rank_env.rank == 0
 
     def _host_store(self) -> int:
-        """Start where the ranks of a script meet. Returns its port.
+        """Start the store at which the ranks of a script connect. Returns its port.
 
         Raises:
-            OSError: it did not start.
+            OSError: the store did not start.
         """
         self._end_store()
         reader, writer = os.pipe()
@@ -172,7 +172,7 @@ class Ranks:
                 os.close(writer)
             port = answer.read()
         if not port:
-            raise OSError("the store that the ranks meet at did not start")
+            raise OSError("the store for the rendezvous of the ranks did not start")
         return int(port)
 
     def _end_store(self) -> None:
@@ -181,7 +181,7 @@ class Ranks:
         self._store = None
 
     def wait(self) -> bool:
-        """Wait a moment. Whether all have ended."""
+        """Wait a moment. Returns whether all ranks have ended."""
         if len(self._codes) < len(self._pids):
             ended = self._zygote.ended(_WAIT)
             codes = {rank: ended[pid] for rank, pid in self._pids.items() if pid in ended}
@@ -193,40 +193,43 @@ class Ranks:
         return has_ended
 
     def _note_first(self, failed: dict[int, int]) -> None:
-        """Take in codes of ranks that failed by themselves. The peers of one that is killed lose their connections, and
-        may be seen to end before it: so all count that end in the same moment."""
+        """Note the exit codes of ranks that failed by themselves.
+
+        The other ranks lose their connections to a killed rank and may be seen to end before it. So all ranks that end
+        in the same moment count as first.
+        """
         if failed and time.monotonic() < self._first_until:
             self._first_until = min(self._first_until, time.monotonic() + _MOMENT)
             self._first |= failed
 
     @property
     def pids(self) -> list[int]:
-        """Process ids of all that were started, by rank."""
+        """Process ids of all started ranks, by rank."""
         return list(self._pids.values())
 
     @property
     def living(self) -> list[int]:
-        """Process ids of those that live."""
+        """Process ids of the ranks that still run."""
         return [pid for rank, pid in self._pids.items() if rank not in self._codes]
 
     @property
     def exits(self) -> Mapping[int, int]:
-        """The codes, by rank, of those that failed first; of a signal: negative."""
+        """Maps the ranks that failed first to their exit codes; negative: killed by that signal."""
         return self._first
 
     def signal(self, number: int) -> None:
-        """Send a signal to those that live."""
+        """Send a signal to all running ranks."""
         for pid in self.living:
             self._zygote.signal(pid, number)
 
     def end_peer(self, pid: int, number: int) -> None:
-        """End one of them, by this signal, because of another: its code then tells nothing."""
+        """End a rank by this signal because of another rank. Its exit code is then ignored."""
         self._signalled |= {rank for rank, other in self._pids.items() if other == pid}
         self._zygote.signal(pid, number)
 
     @property
     def copied(self) -> int:
-        """The newest step whose state all ranks have copied into memory; 0: none."""
+        """The newest step of which all ranks have a snapshot in memory; 0: none."""
         return self.memory.step if self.memory is not None else 0
 
 
@@ -238,7 +241,7 @@ def _of_rank(rank_env: RankEnv) -> dict[str, str]:
 
 
 def snapshot_memory(run: Run, ranks: int) -> SnapshotMemory | None:
-    """The memory for copies of the state of a task that is started again after a death."""
+    """Return the memory for snapshots of a task's state, from which a restart continues; None: not used."""
     record = run.read()
     if record.get("script") or not int(record.get("max_restarts", 1)):
         return None
@@ -250,14 +253,14 @@ def snapshot_memory(run: Run, ranks: int) -> SnapshotMemory | None:
 
 _SIZES = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
 _FILES = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
-"""Variables of the flight recorder: their names in newer releases of torch, and before."""
+"""Variables of the flight recorder: the name in newer releases of torch, and the older name."""
 
 
 def flight_recorder(logs: Path) -> dict[str, str]:
-    """What the environment of a rank says to NCCL's flight recorder; health.py asks for its trace.
+    """Return the environment variables for NCCL's flight recorder; health.py triggers its trace.
 
-    Under the names that this torch knows: a newer one warns, on each rank, of those that it has given up. What the user
-    has set of its size, under either, stays.
+    Uses the names that this torch knows, because newer releases warn about old names on each rank. A size that the user
+    has set, under either name, stays.
     """
     which = 0 if _SIZES[0] in _header() else 1
     values = {} if any(name in os.environ for name in _SIZES) else {_SIZES[which]: "2000"}
@@ -267,7 +270,7 @@ def flight_recorder(logs: Path) -> dict[str, str]:
 
 @functools.cache
 def _header() -> str:
-    """Where torch declares its flight recorder, as it lies beside the library; '' where it does not."""
+    """Return torch's header that declares its flight recorder; '' if there is none."""
     with contextlib.suppress(OSError):
         for folder in getattr(find_spec("torch"), "submodule_search_locations", None) or ():
             file = Path(folder) / "include/torch/csrc/distributed/c10d/FlightRecorder.hpp"

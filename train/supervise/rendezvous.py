@@ -1,8 +1,9 @@
-"""Several machines meet: torch's c10d rendezvous, and what each node publishes in its store.
+"""The rendezvous of several machines: torch's c10d rendezvous, and what each node publishes in its store.
 
-Node 0 hosts the store at --rendezvous. torch's handler decides which nodes are in a round: one attempt of all of them.
-Beside it each node has one key in the store, with all that others are to know of it; node 0 reads those of all nodes,
-the others read node 0's. torch's calls wait for the network, so threads make them, and who supervises waits for none.
+Node 0 hosts the store at --rendezvous. torch's handler decides which nodes take part in a round, which is one attempt
+on all of them. Each node also has one key in the store with everything that it publishes. Node 0 reads the keys of all
+nodes, the others read node 0's. torch's calls block on the network, so threads make them and the supervisor need not
+wait.
 """
 
 from __future__ import annotations
@@ -37,37 +38,37 @@ from train.supervise.timeouts import (
 )
 
 _EVERY = 0.2
-"""Seconds between two looks at what others publish."""
+"""Seconds between two looks at what the other nodes publish."""
 _AGAIN = 0.5
 """Seconds between two tries to reach node 0."""
 
 _left: list[Any] = []
-"""torch's handlers of connections that are over."""
+"""torch's handlers of closed connections."""
 
 Public = dict[str, Any]
-"""What a node publishes: plain values, by name."""
+"""What a node publishes: maps names to plain values."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Round:
-    """The nodes that begin an attempt together."""
+    """The nodes that start an attempt together."""
 
     id: str
     nodes: list[dict[str, Any]]
-    """By --node-rank: `node`, `id`, `host`, `ranks`, and `to`, the address by which it reaches node 0."""
+    """Ordered by --node-rank: `node`, `id`, `host`, `ranks`, and `to`, the address at which it reaches node 0."""
     port: int
-    """Where the ranks meet, on node 0."""
+    """Port on node 0 at which the ranks connect."""
     from_step: int
 
 
 class Rendezvous:
-    """One node's connection with the others, until it is lost.
+    """One node's connection to the others, until it is lost.
 
     Args:
-        hello: what the node publishes of itself; see node_checks.py.
-        listening: on node 0, the socket that the store is to be served at.
-        problem_with: on the others: given what node 0 publishes, why this node cannot be one of its run; '': it can.
-        id: of the process that supervises.
+        hello: What the node publishes about itself; see node_checks.py.
+        listening: On node 0, the listening socket for the store.
+        problem_with: On the others: given what node 0 publishes, returns why this node cannot join; '': it can.
+        id: Id of the supervising process.
     """
 
     def __init__(
@@ -76,55 +77,58 @@ class Rendezvous:
     ) -> None:  # fmt: skip
         self.place, self.node, self.id = place, int(hello["node"]), id
         self.address = own_side(listening) if listening is not None else ""
-        """Where node 0 was reached."""
+        """Address at which node 0 was reached."""
         self.own: Public = {"hello": hello, "round": ""}
         """What this node publishes."""
         self.others: dict[int, Public] = {}
-        """What was read of others last."""
-        self.problem = "nobody has answered yet"
-        """Why node 0 cannot be reached; '' where it can."""
+        """What the other nodes published, as read last."""
+        self.problem = "no answer yet"
+        """Why node 0 cannot be reached; '' if it can."""
         self.refused = ""
-        """Why this node cannot be one of the run."""
+        """Why this node cannot join the run."""
         self.remark = ""
-        """Why another one was refused, on node 0."""
+        """On node 0: why another node was refused."""
         self.round: Round | None = None
         self.waiting = 0
-        """On node 0: nodes that wait for the next round."""
+        """On node 0: number of nodes that wait for the next round."""
         self.rank_socket: socket.socket | None = None
-        """On node 0: where the ranks of the round meet."""
+        """On node 0: listening socket at which the ranks of the round connect."""
         self.looked = time.monotonic()
         """When the supervisor looked last."""
         self._least, self._most, self._listening = int(hello["least"]), int(hello["most"]), listening
         self._bound_to = listening.getsockname()[0] if listening is not None else ""
         self._problem_with, self._has_failed, self._is_closed = problem_with, False, False
         self._seen: dict[int, tuple[tuple[str, float], float]] = {}
-        """By node, its last sign of life, and when that was read first."""
+        """Maps a node to its last sign of life, and to the time when that was first read."""
         self._lock = threading.Lock()
         self._heard, self._published, self._beat = time.monotonic(), 0, 0.0
         self._sent: Public = {}
-        """What was published last."""
+        """What this node published last."""
         self._reached = math.inf
-        """When somebody answered where node 0 is to be."""
+        """When a process first answered at node 0's address."""
         self._store: Any = None
         self._handler: Any = None
         threading.Thread(target=self._live, daemon=True, name="rendezvous").start()
 
     @property
     def is_lost(self) -> bool:
-        """Whether node 0 was reached, and does not answer any more; on node 0: whether its store has failed."""
+        """Whether node 0 was reached but no longer answers; on node 0: whether its store has failed."""
         if self._has_failed or not self.node:
             return self._has_failed
         since = self._heard if self._handler is not None else self._reached + MEETING
         return time.monotonic() - since > LOST
 
     def lives(self, node: int, id: str) -> bool:
-        """Whether a node gives signs of life, as the process with this id. The others see those of node 0 alone."""
+        """Whether the process with this id gives signs of life as this node. All but node 0 see only node 0's."""
         (seen, _), at = self._seen.get(node, (("", 0.0), 0.0))
         return seen == id and time.monotonic() - at < LOST
 
     def look(self) -> None:
-        """To be called by the supervisor, several times a second. One that stood still, as on a machine that was
-        suspended, has not listened meanwhile: it waits for new signs of life before it calls others gone."""
+        """Note that the supervisor is alive; it calls this several times per second.
+
+        After a pause, as on a suspended machine, it has missed signs of life. Then it waits for new ones before it
+        counts other nodes as gone.
+        """
         now = time.monotonic()
         if now - self.looked > LOST / 2:
             self._heard = now
@@ -137,34 +141,34 @@ class Rendezvous:
             self.own = {**self.own, **values}
 
     def join(self, from_step: int) -> None:
-        """Begin to wait for the next round; `round` has it then.
+        """Start to wait for the next round; `round` is set when it starts.
 
         Args:
-            from_step: on node 0, what it will continue after.
+            from_step: On node 0, the step after which the round continues.
         """
         self.round = None
         self.publish(round="", bad=False, report=None)
         threading.Thread(target=self._join, args=(from_step,), daemon=True, name="join").start()
 
     def flush(self) -> None:
-        """Wait a moment until what this node publishes has been read by the store."""
+        """Wait a moment until the store has what this node publishes."""
         until, before = time.monotonic() + 2, self._published
         while self._published < before + 2 and not self.is_lost and time.monotonic() < until:
             time.sleep(0.02)
 
     def close(self) -> None:
-        """Leave. On node 0 the store goes with it."""
+        """Close the connection. On node 0 this also closes the store."""
         self._is_closed = True
-        _left.append(self._handler)  # torch ends its timer in the thread that drops the last reference: maybe its own
+        _left.append(self._handler)  # else the timer's own thread may drop the last reference and end the timer
         for one in (self.rank_socket, self._listening):
             if one is not None:
                 one.close()
         self.rank_socket = self._listening = None
 
-    # --- in threads of their own
+    # --- in background threads
 
     def _live(self) -> None:
-        signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # they are for who supervises
+        signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # signals are for the supervisor
         try:
             self._open()
             if self.node and not self._is_let_in():
@@ -174,15 +178,15 @@ class Rendezvous:
             while not self._is_closed:
                 self._exchange()
                 time.sleep(_EVERY)
-        except Exception as error:  # torch has a dozen kinds for a connection that is gone
+        except Exception as error:  # torch raises a dozen types for a lost connection
             if not self.problem:
                 self.problem = "the connection was lost"
             elif not self._is_closed:
-                self.problem = f"what answers there is no node 0: {one_line(error)[:100]}"
+                self.problem = f"the process that answers there is no node 0: {one_line(error)[:100]}"
             self._has_failed = True
 
     def _open(self) -> None:
-        """Serve the store, or connect with it."""
+        """Serve the store, or connect to it."""
         dist, wait = _distributed(), datetime.timedelta(seconds=LOST / 2)
         if self._listening is not None:
             port, fd = self._listening.getsockname()[1], self._listening.detach()
@@ -195,47 +199,47 @@ class Rendezvous:
             time.sleep(_AGAIN)
             if self._is_closed:
                 raise ConnectionError("this node has left")
-        self.problem, self._reached = "something answers there", time.monotonic()
+        self.problem, self._reached = "connected, waiting for its answer", time.monotonic()
         self._store = dist.TCPStore(self.address, self.place.port, timeout=wait, wait_for_workers=False)
 
     def _is_reachable(self) -> bool:
-        """Whether a process answers where node 0 is to be. Quietly: torch would print each try."""
+        """Whether a process answers at node 0's address. Tested without torch, which would print every try."""
         try:
             self.address = resolve(self.place)
             with socket.create_connection((self.address, self.place.port), LOST) as one:
-                if one.getpeername() != one.getsockname():  # TCP can connect a free port with itself
+                if one.getpeername() != one.getsockname():  # TCP can connect a free port to itself
                     return True
             self.problem = "Connection refused"
         except Refused as error:
             self.problem = str(error)
         except TimeoutError:
-            self.problem = "no answer: a firewall drops it, or the machine is down"
+            self.problem = "no answer: a firewall blocks the port, or the machine is down"
         except OSError as error:
             self.problem = error.strerror or str(error)
         return False
 
     def _is_let_in(self) -> bool:
-        """Whether this node can be one of the run; it has published nothing yet."""
+        """Whether this node can join the run. It has published nothing yet."""
         zero = before = self._wait_for(self._store, "node/0")
-        # one that stands still says nothing of its clock; see is_lost
+        # only a new beat shows node 0's clock; see is_lost
         while zero["beat"] == before["beat"] and not self._is_closed:
             time.sleep(0.05)
             zero = self._wait_for(self._store, "node/0")
         apart = time.time() - zero["beat"]
         if abs(apart) > CLOCK_SKEW:
             how = f"{abs(apart):.0f} s {'ahead of' if apart > 0 else 'behind'} that of node 0"
-            self.refused = f"the clock of {name_of(self.own['hello'])} is {how}; set it"
+            self.refused = f"the clock of {name_of(self.own['hello'])} is {how}; set it right"
         else:
             self.refused = self._problem_with(zero) or self._other_of_this_rank()
         if self.refused:
             self._store.set("refused", self.refused)
         else:
-            self._publish(self.own)  # before anything that takes time: others may want the same rank
+            self._publish(self.own)  # before anything slow: another node may claim the same rank
         self.others = {0: zero}
         return not self.refused
 
     def _other_of_this_rank(self) -> str:
-        """Why the rank is another node's, which lives; '': it is this one's now."""
+        """Return why the rank belongs to another living node; '': it belongs to this node now."""
         key, claim, mine = f"node/{self.node}", f"claim/{self.node}", self.own["hello"]
         holder = self._store.compare_set(claim, "", self.id).decode()
         if holder == self.id:
@@ -245,11 +249,11 @@ class Rendezvous:
         now = self._read(key)
         if now is None or now == before:
             taken = self._store.compare_set(claim, holder, self.id).decode() == self.id
-            return "" if taken else f"{name_of(mine)} comes with another one of its --node-rank"
+            return "" if taken else f"{name_of(mine)} has another node's --node-rank; give it another --node-rank"
         other = now["hello"]
         return (
-            f"{name_of(mine)} at {mine['home']} comes as node {self.node}, which {name_of(other)} at {other['home']} "
-            "is already; give it another --node-rank"
+            f"{name_of(mine)} at {mine['home']} has the --node-rank {self.node} of {name_of(other)} at "
+            f"{other['home']}; give it another --node-rank"
         )
 
     def _make_handler(self) -> Any:
@@ -259,11 +263,11 @@ class Rendezvous:
             dynamic_rendezvous,
         )
 
-        dynamic_rendezvous.logger.disabled = True  # it prints a line for each sign of life that is late
+        dynamic_rendezvous.logger.disabled = True  # it prints a line for each late sign of life
         run, rendezvous = str(self.own["hello"]["run"]), self
 
         class Backend(c10d_rendezvous_backend.C10dRendezvousBackend):
-            """One that ends a wait, and signs of life, when this node has left or its supervisor hangs."""
+            """Ends waits and signs of life when this node has left or its supervisor hangs."""
 
             def get_state(self) -> Any:
                 self._check()
@@ -279,7 +283,7 @@ class Rendezvous:
 
         timeout = dynamic_rendezvous.RendezvousTimeout(
             join=datetime.timedelta(days=365), last_call=datetime.timedelta(seconds=LAST_CALL)
-        )  # whoever supervises knows how long to wait
+        )  # the supervisor limits the wait
         return dynamic_rendezvous.DynamicRendezvousHandler.from_backend(
             run, self._store, Backend(self._store, run), self._least, self._most,
             local_addr=self.id, timeout=timeout, keep_alive_interval=KEEP_ALIVE,
@@ -287,7 +291,7 @@ class Rendezvous:
         )  # fmt: skip
 
     def _exchange(self) -> None:
-        """Publish what is new here, and read what others have published."""
+        """Publish what is new on this node, and read what the other nodes have published."""
         now = time.monotonic()
         if now - self._beat > BEAT and now - self.looked < HUNG:
             self._beat, self._sent = now, {}
@@ -322,16 +326,16 @@ class Rendezvous:
         while self.round is None and not (self._is_closed or self._has_failed):
             try:
                 self.round = self._meet(from_step)
-            except (TimeoutError, DistStoreError):  # a node went while they met
+            except (TimeoutError, DistStoreError):  # a node left during the rendezvous
                 continue
             except Exception:
                 self._has_failed = not self._is_closed
 
     def _meet(self, from_step: int) -> Round:
-        """The next round of torch's rendezvous, its nodes in the order of --node-rank.
+        """Return the next round of torch's rendezvous, with its nodes in the order of --node-rank.
 
         Raises:
-            TimeoutError: one of them does not say who it is.
+            TimeoutError: a node does not identify itself.
         """
         info = self._handler.next_rendezvous()
         hello, store = self.own["hello"], info.store
@@ -340,7 +344,7 @@ class Rendezvous:
         nodes = [self._wait_for(store, f"member/{number}") for number in range(info.world_size)]
         nodes.sort(key=lambda one: int(one["node"]))
         if len({one["node"] for one in nodes}) < len(nodes):
-            raise TimeoutError("one of them has taken another one's rank")
+            raise TimeoutError("two nodes have the same --node-rank")
         if self.node == 0:
             store.set("start", json.dumps(self._make_start(from_step)))
         start = self._wait_for(store, "start")
@@ -348,7 +352,7 @@ class Rendezvous:
         return Round(start["id"], nodes, start["port"], start["from_step"])
 
     def _make_start(self, from_step: int) -> Public:
-        """Listen where the ranks of a round will meet, before they know the place. Returns what its nodes must know."""
+        """Listen for the ranks of a round before they know the port. Returns what the nodes of the round must know."""
         family = socket.AF_INET6 if ":" in self.address else socket.AF_INET
         self.rank_socket = socket.socket(family, socket.SOCK_STREAM)
         self.rank_socket.bind((self._bound_to, 0))
@@ -359,7 +363,7 @@ class Rendezvous:
         return dict(json.loads(self._store.get(key))) if self._store.check([key]) else None
 
     def _wait_for(self, store: Any, key: str) -> Public:
-        """A value of the store, once it is there. Not by its blocking call, which keeps other threads out."""
+        """Wait for a value of the store by polling: the store's blocking call would block other threads."""
         until = time.monotonic() + MEETING
         while not store.check([key]):
             if time.monotonic() > until or self._is_closed:
@@ -369,7 +373,7 @@ class Rendezvous:
 
 
 def _distributed() -> Any:
-    """torch.distributed, which prints no warning of each connection that is lost."""
+    """Import torch.distributed without its warnings about lost connections."""
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # else the next round reads stale keys (torch 2.7)
     before = os.environ.get("TORCH_CPP_LOG_LEVEL")
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")

@@ -1,52 +1,50 @@
-"""When ranks hang, how long they live on when one is dead, how long nodes wait for each other, and when one is gone.
-
-In seconds, but for those called minutes, and one factor.
-"""
+"""Time limits: for hangs, for ranks after a death, and for nodes that wait for each other or are gone."""
 
 GRACE_AFTER_SIGNAL = 0.2
-"""For its peers where a signal has ended a rank: all that they could say is that it is gone."""
+"""Seconds the surviving ranks get after a signal killed one of them: they can only report that it is gone."""
 GRACE_AFTER_FAILURE = 3.0
-"""The same where it has failed: they may be about to say why."""
+"""Seconds the surviving ranks get after one has failed: they may be about to report why."""
 GRACE_AFTER_EXIT = 10.0
-"""The same where it has ended by itself, for example before it had met the others, who still wait for it."""
+"""Seconds the surviving ranks get after one has ended by itself, for example before it had connected to them."""
 SCRIPT_GRACE = 5.0
-"""Between SIGTERM and SIGKILL for the peers of a script's rank that has failed."""
+"""Seconds between SIGTERM and SIGKILL for the other ranks of a script after one has failed."""
 
 HANG_LEAST_MINUTES = 5.0
-"""A step may always take so long. Beyond it, a run's own experience decides."""
+"""Minutes a step may always take. For longer steps HANG_TIMES_SLOWEST decides."""
 HANG_TIMES_SLOWEST = 20
-"""A step that takes so many times the slowest one before it is a hang."""
+"""A step that takes this many times the slowest step before it is a hang."""
 STOP_WAIT = 20.0
-"""Seconds without a sign of life after which a task that was asked to stop is ended: its batch, or a peer, may never
-come. Saving and computing metrics have `watch.start_minutes`."""
+"""Seconds without a sign of life after which a task that was asked to stop is ended: its batch, or another rank, may
+never come. Saving and computing metrics get `watch.start_minutes`."""
 STOP_TIMES_SLOWEST = 3
-"""A run with slow steps gets so many times its slowest step so far to stop, if that is longer than STOP_WAIT."""
+"""A run with slow steps gets this many times its slowest step to stop, if that is longer than STOP_WAIT."""
 SCRIPT_HANG_MINUTES = 30.0
-"""How long a script may show no sign of life, unless watch.hang_minutes says otherwise."""
+"""Minutes a script may give no sign of life, unless watch.hang_minutes is set."""
 
 WAIT_MINUTES = 30.0
-"""Default of --wait-minutes: how long a node waits for the others."""
+"""Default of --wait-minutes: minutes a node waits for the others."""
 BEAT = 1.0
-"""Between two signs of life."""
+"""Seconds between two signs of life of a node."""
 LOST = 10.0
-"""Without a sign of life a node is gone."""
+"""Seconds without a sign of life after which a node counts as gone."""
 KEEP_ALIVE = 2
-"""Between two of torch's own signs of life, by which its rendezvous knows who is in a round."""
+"""Seconds between two of torch's own signs of life, by which its rendezvous knows the nodes of a round."""
 KEEP_ALIVE_MISSED = int(LOST / KEEP_ALIVE) + 1
-"""Of those in a row, after which its rendezvous drops a node: not before LOST, or both would disagree."""
+"""Number of these missed in a row after which torch's rendezvous drops a node. Must not be reached before LOST, or the
+two would disagree."""
 JOINING = KEEP_ALIVE * KEEP_ALIVE_MISSED + 3.0
-"""A node that has not begun the attempt with the others is gone: torch's rendezvous must have had time to drop it."""
+"""Seconds after which a node that has not started the attempt counts as gone; torch's rendezvous drops it before."""
 HUNG = 120.0
-"""Without a look of its supervisor a node gives no more signs of life: its disk hangs, maybe."""
+"""Seconds without a look of its supervisor after which a node gives no more signs of life: its disk may hang."""
 LAST_CALL = 8
-"""A round which could begin with fewer nodes waits for more."""
+"""Seconds a round that could start with fewer nodes waits for more."""
 MEETING = 30.0
-"""The nodes of a round have to say who they are."""
+"""Seconds the nodes of a round get to identify themselves."""
 PROOF_OF_LIFE = 4.0
-"""In which a node whose rank another one wants shows that it lives."""
+"""Seconds a node has to answer when another node claims its rank."""
 CLOCK_SKEW = 5.0
-"""By which clocks may differ: torch's rendezvous compares the times of day of different machines."""
+"""Seconds by which clocks may differ: torch's rendezvous compares the time of day of different machines."""
 SHARED_FOLDER = 10.0
-"""In which a folder that machines share shows what another one has written."""
+"""Seconds until a shared folder must show what another machine has written."""
 LINGER = 60.0
-"""For which node 0, when its run has ended, waits for a node that does not know it yet."""
+"""Seconds node 0 waits, after the end of the run, for nodes that do not know it yet."""

@@ -1,7 +1,7 @@
-"""What a rank executes, from meeting the others to the last line.
+"""The code of a rank, from connecting to the other ranks to its last line.
 
-The zygote forks `task_rank` or `script_rank` (ranks.py says with what). Under a foreign torchrun `train run` is a
-rank itself, and calls `run_rank`.
+The zygote forks `task_rank` or `script_rank`, with arguments from ranks.py. Under torchrun `train run` is a rank itself
+and calls `run_rank`.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ from train.supervise.zygote_server import SIGNALS
 log = logging.getLogger("train")
 
 _PATIENCE = 5.0
-"""Seconds in which rank 0 will have said of a failure that all ranks have met."""
+"""Seconds within which rank 0 reports a failure that all ranks have met."""
 _MEETING = 300
-"""Seconds in which ranks of several machines reach each other. Where one dies, its node ends them before."""
+"""Seconds the ranks of several machines get to connect. If one dies before, its node ends the others."""
 
 
 def run_rank(run: Run, rank_env: RankEnv, attempt: int, stop: StopRequest, bar: bool) -> Outcome:
-    """Train one rank of a run to its end, whatever that is, and leave it behind where the disk takes it.
+    """Train one rank of a run until it ends. Returns its outcome, which is also written into the logs folder.
 
-    What it dies of is not printed: it is in the outcome.
+    Does not print an exception that ends the rank: the outcome contains it.
     """
     logs, file = run.logs(attempt), run.path / "task.py"
     caches.provide()
@@ -50,7 +50,7 @@ def run_rank(run: Run, rank_env: RankEnv, attempt: int, stop: StopRequest, bar: 
         end = _train(run, rank_env, attempt, stop, bar)
     except BaseException as error:
         before = outcome.read(logs, rank_env.rank)
-        if before is not None:  # clearing away failed: that changes nothing of how training has ended
+        if before is not None:  # the cleanup failed, which does not change how training has ended
             return before
         snapshot = logs / f"rank{rank_env.rank}.memory.pickle"
         why = diagnose.failure_of(error, file if (run.folder / "task.py").exists() else None, snapshot)
@@ -75,7 +75,7 @@ def _train(run: Run, rank_env: RankEnv, attempt: int, stop: StopRequest, bar: bo
             from train.trainer import setup
             from train.trainer.train import conclude, train
 
-            address = os.environ.pop(ENVIRONMENT, None)  # this run's, not of one that its task may start
+            address = os.environ.pop(ENVIRONMENT, None)  # for this run only, not for one that its task may start
             snapshot_memory = setup.Memory(address, memory.left) if address else None
             job, done = setup.set_up(run, rank_env, attempt, stop, bar, heart, held, snapshot_memory)
             return conclude(job, train(job, done), attempt)
@@ -85,7 +85,7 @@ def _train(run: Run, rank_env: RankEnv, attempt: int, stop: StopRequest, bar: bo
                 raise
             heart.beat(heartbeat.ENDING, heart.step)
             kind = Kind.REFUSED if isinstance(error, Refused) else Kind.FAILED
-            passes = kind is Kind.REFUSED and may_pass(error)  # what its data or its folder lie on does not answer
+            passes = kind is Kind.REFUSED and may_pass(error)  # the disk of its data or its folder does not answer
             return Outcome(
                 rank_env.rank, Kind.DIED if passes else kind, heart.step, reason, recurs=not passes,
                 is_of_system=passes, traceback=traceback.format_exc(),
@@ -93,21 +93,21 @@ def _train(run: Run, rank_env: RankEnv, attempt: int, stop: StopRequest, bar: bo
 
 
 def _reason_of(error: BaseException, run: Run) -> str:
-    """Why a rank ends, in a line that says what to do; '' where it dies of an error that has none.
+    """Return why a rank ends, in a line that says what to do; '' for an error without such a line.
 
     Raises:
-        RuntimeError: the GPUs that its run computes on are gone: a death, not its fault.
+        RuntimeError: the run's GPUs are gone. That is a death, not a failure of the run.
     """
     from train.parallel.devices import NoGPU
     from train.trainer import determinism
 
     if isinstance(error, NoGPU):
-        raise RuntimeError(f"{diagnose.NO_GPU}: {run.name} computes on GPUs, and torch sees none here") from None
+        raise RuntimeError(f"{diagnose.NO_GPU}: {run.name} computes on GPUs, but torch sees none here") from None
     return str(error) if isinstance(error, (Refused, TrainingFailed)) else determinism.refusal(error)
 
 
 def log_to(stream: Any) -> None:
-    """Plain lines for people; warnings of libraries pass through."""
+    """Log plain lines to a stream; warnings of libraries are unchanged."""
     handler = logging.StreamHandler(stream)
     handler.setFormatter(logging.Formatter("%(message)s"))
     log.addHandler(handler)
@@ -118,13 +118,13 @@ def log_to(stream: Any) -> None:
 def task_rank(
     folder: str, attempt: int, rank_env: dict[str, Any], meeting: dict[str, Any], has_terminal: bool, files: list[int]
 ) -> NoReturn:
-    """Be one rank of a task, in a fork of the zygote, until it ends.
+    """Run one rank of a task, in a fork of the zygote, until it ends.
 
     Args:
-        rank_env: the fields of RankEnv but `init`.
-        has_terminal: whether its output is the terminal of `train run`, and not its log.
-        meeting: where the ranks meet: {} in an open file, else host and port, which rank 0 listens at.
-        files: standard files; the run's lock, and its folder; the open file, or the listening socket, where they meet.
+        rank_env: The fields of RankEnv except `init`.
+        has_terminal: Whether its output goes to the terminal of `train run` and not to its log.
+        meeting: How the ranks connect: {}: by an open file; else by `host` and `port`, at which rank 0 listens.
+        files: Standard files, the run's lock, its folder, and the open file or listening socket for connecting.
     """
     stop = StopRequest()
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
@@ -136,7 +136,7 @@ def task_rank(
     init: Any = (
         f"file:///proc/self/fd/{files[4]}" if not meeting else functools.partial(_meet, **meeting, files=files[4:])
     )
-    # what the agent asks for when nothing moves; works also while this process waits inside a C function
+    # for the agent's request in a hang; also works while this process waits inside a C function
     stacks = (logs / f"rank{rank}.stack.txt").open("a")
     faulthandler.register(signal.SIGQUIT, file=stacks, all_threads=True)
     log_to(sys.stderr)
@@ -144,14 +144,14 @@ def task_rank(
         keep_log(logs, rank)
     place = RankEnv(**rank_env, init=init)
     end = run_rank(run, place, attempt, stop, bar=has_terminal and sys.stderr.isatty())
-    # on a terminal a lost connection would hide why it was lost, and the supervisor tells of the disk
+    # on a terminal a lost connection would hide the reason for the loss; the supervisor reports disk errors
     if end.kind is Kind.DIED and not (has_terminal and (_is_of_other(logs, end) or end.is_of_system)):
         show(end)
     leave(exit_code(logs, place, end))
 
 
 def _is_of_other(logs: Path, end: Outcome) -> bool:
-    """Whether a rank died because another one did."""
+    """Whether a rank died because another rank did."""
     first = outcome.first_fault(outcome.read_all(logs))
     return not end.recurs and first is not None and first.rank != end.rank
 
@@ -160,20 +160,20 @@ def script_rank(command: list[str], files: list[int]) -> NoReturn:
     """Become one rank of a script, in a fork of the zygote.
 
     Args:
-        command: what follows `python -u`.
-        files: standard files; the run's lock, and its folder.
+        command: Arguments after `python -u`.
+        files: Standard files, the run's lock, and its folder.
     """
     for number in SIGNALS:
         signal.signal(number, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
     _begin("", files)
-    os.set_inheritable(files[4], False)  # the folder is this process's own
+    os.set_inheritable(files[4], False)  # the script must not inherit the folder
     caches.provide()
     os.execv(sys.executable, [sys.executable, "-u", *command])
 
 
 def host_store(files: list[int]) -> NoReturn:
-    """Be the process that the ranks of a script meet at, as torchrun's agent is; write its port into the last file."""
+    """Host the store at which the ranks of a script connect, as torchrun does. Writes its port into files[3]."""
     import torch.distributed as dist
 
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
@@ -191,7 +191,7 @@ def host_store(files: list[int]) -> NoReturn:
 
 def _begin(title: str, files: list[int]) -> None:
     memory.lower_than_agent()
-    os.set_inheritable(files[3], True)  # a process that the task starts keeps the run alive, too
+    os.set_inheritable(files[3], True)  # a process that the task starts keeps the run alive too
     if title:
         with contextlib.suppress(ImportError):  # in a checkout that was not installed: docs/gpu.md
             from setproctitle import setproctitle
@@ -200,7 +200,7 @@ def _begin(title: str, files: list[int]) -> None:
 
 
 def limit_threads(threads: int) -> None:
-    """What OMP_NUM_THREADS does to libraries that read it when they are loaded, as NumPy's did before the fork."""
+    """Limit the threads of libraries that read OMP_NUM_THREADS only when loaded, as NumPy's did before the fork."""
     with contextlib.suppress(ImportError):
         from threadpoolctl import threadpool_limits
 
@@ -208,10 +208,10 @@ def limit_threads(threads: int) -> None:
 
 
 def _meet(host: str, port: int, files: list[int]) -> Any:
-    """The store at which the ranks of several machines meet.
+    """Return the store at which the ranks of several machines connect.
 
     Args:
-        files: on rank 0 the socket that it listens with.
+        files: On rank 0, its listening socket.
     """
     import datetime
 
@@ -223,23 +223,23 @@ def _meet(host: str, port: int, files: list[int]) -> Any:
 
 
 def keep_log(logs: Path, rank: int) -> None:
-    """Write this process's lines into the log of its rank too."""
-    logging.raiseExceptions = False  # where the disk fails a line stands on the terminal, without a traceback for each
+    """Also write this process's log lines into the log of its rank."""
+    logging.raiseExceptions = False  # if the disk fails, print the lines without a traceback for each
     handler = logging.FileHandler(logs / f"rank{rank}.log", encoding="utf-8")
     handler.setFormatter(logging.Formatter("%(message)s"))
     log.addHandler(handler)
 
 
 def show(end: Outcome) -> None:
-    """Print what a rank died of, where the terminal is still there."""
+    """Print the exception that ended a rank, if the terminal still exists."""
     with contextlib.suppress(OSError):
         print(end.traceback, end="", file=sys.stderr, flush=True)
 
 
 def exit_code(logs: Path, rank_env: RankEnv, end: Outcome) -> int:
-    """What a rank exits with: 0 for every end that is recorded and that a restart would not change.
+    """Return a rank's exit code: 0 for every recorded end that a restart would not change.
 
-    Not 0 either where the others do not notice the end: they have not met this rank yet, and wait for it.
+    It is also 1 if the other ranks cannot notice the end, because they have not connected and wait for this rank.
     """
     if end.kind is Kind.DIED:
         return 1
@@ -253,8 +253,10 @@ def exit_code(logs: Path, rank_env: RankEnv, end: Outcome) -> int:
 
 
 def _wait_for_lead(logs: Path, rank_env: RankEnv) -> bool:
-    """Whether the first rank of the machine reports a failure, as it does of one that meets all ranks at the same step;
-    of one rank's alone it knows nothing."""
+    """Wait for the machine's first rank to report a failure. Returns whether it did.
+
+    It reports a failure that all ranks meet at the same step, but knows nothing of a failure of one other rank.
+    """
     deadline = time.monotonic() + _PATIENCE
     while not _lead_has_reported(logs, rank_env):
         if time.monotonic() > deadline:
@@ -264,6 +266,8 @@ def _wait_for_lead(logs: Path, rank_env: RankEnv) -> bool:
 
 
 def _lead_has_reported(logs: Path, rank_env: RankEnv) -> bool:
-    """Whether the first rank of the machine has come to an end of its own, other than by an exception."""
+    """Whether the machine's first rank has ended by itself, other than by an exception."""
     first = outcome.read(logs, rank_env.lead)
-    return not logs.exists() or (first is not None and first.kind is not Kind.DIED)  # a folder gone meets rank 0 too
+    return not logs.exists() or (
+        first is not None and first.kind is not Kind.DIED
+    )  # rank 0 notices a removed folder too

@@ -1,7 +1,7 @@
-"""Processes that a zygote forks for this one: how a zygote is had, asked, and heard.
+"""The client side of the zygote: acquire one, send it requests, read its answers.
 
-A zygote is a fork of the lender that `train keeper`, or `train launch`, holds for processes like this one; where there
-is none it is a process of its own (`acquire`).
+A zygote is a fork of the lender that `train keeper` or `train launch` holds. Without a lender `acquire` starts a new
+process.
 """
 
 from __future__ import annotations
@@ -29,41 +29,41 @@ from train.supervise.zygote_server import LIBRARIES, OFF, SIGNALS, called, lende
 __all__ = ["CHECKS", "OFF", "RANKS", "SCRIPT", "Zygote", "acquire", "lives", "start_lender"]
 
 CHECKS = ("torch", "train.launcher.resume")
-"""What a task is checked with, and none of torch's compiler."""
+"""Imports for the check of a task, without torch's compiler."""
 RANKS = (
     "torch.distributed.nn.jit.instantiator", "torch._dynamo", "torch.distributed.checkpoint",
     "torch.utils.tensorboard", "train.trainer.train", "train.trainer.setup",
     "train.parallel.ddp", "train.parallel.fsdp", "train.parallel.ordered",
     "threadpoolctl", "setproctitle", "train.supervise.worker",
 )  # fmt: skip
-"""What ranks of a task need besides; the last of them when all others are there."""
+"""More imports for the ranks of a task. The last one is imported after all others."""
 SCRIPT = ("torch.distributed",)
-"""What the ranks of a script meet at needs."""
+"""Imports for the store at which the ranks of a script connect."""
 _EARLY = (CHECKS[0], RANKS[0])
-"""What the lender of a launch imports: its fork imports the rest, while it has the request checked."""
+"""Imports of a launch's own lender. Its fork imports the rest while the request is checked."""
 _IMPORTING = 120.0
-"""Seconds within which a lender answers: it may still import."""
+"""Seconds a lender gets to answer: it may still be importing."""
 _ENDING = 2.0
-"""Seconds within which a zygote ends by itself, and killed processes are gone."""
+"""Seconds a zygote gets to end by itself, and killed processes get to vanish."""
 
 
 class ZygoteLost(OSError):
-    """The zygote has ended: its forks are dead, too."""
+    """The zygote has ended, and so its forks are dead too."""
 
 
 class Zygote:
-    """The socket to a zygote, for the one process that it serves.
+    """The connection to a zygote, for the one process that it serves.
 
-    It has this process's folder and package.
+    The zygote takes over this process's current folder and package.
 
     Args:
-        environ: of its forks.
-        imports: modules that it imports, in order.
-        patience: seconds within which it answers; None: any.
-        process: that of a zygote of its own.
+        environ: Environment of its forks.
+        imports: Modules that it imports, in order.
+        patience: Seconds it gets to answer; None: unlimited.
+        process: The zygote's process, if it was started for this one and not lent.
 
     Raises:
-        ZygoteLost: it is gone, or does not answer in time.
+        ZygoteLost: the zygote is gone, or does not answer in time.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class Zygote:
         self._hear(patience)
 
     def again(self) -> Zygote:
-        """Another one like this, which is lost."""
+        """Acquire a new zygote like this one, after its loss."""
         return acquire(self._environ, self._imports)
 
     def fork(
@@ -96,20 +96,20 @@ class Zygote:
         environ: Mapping[str, str] | None = None,
         after: str = "",
     ) -> int:
-        """Fork a process that calls `function(*arguments, files)`. Returns its id.
+        """Fork a process that calls `function(*arguments, files)`. Returns its process id.
 
-        It leads a session of its own, dies with the zygote, and begins with the signals that ask for a stop blocked.
+        The process leads a new session, dies with the zygote, and starts with the stop signals blocked.
 
         Args:
             function: `module:name`.
-            arguments: as JSON takes them.
-            files: its standard input, output and error, and others, which get other numbers there.
-            environ: of the fork; None: that of all forks.
-            after: the import that is needed; the zygote continues to import afterwards.
+            arguments: Values that JSON can represent.
+            files: Its standard input, output and error, and more files, which get other numbers there.
+            environ: Environment of the fork; None: that of all forks.
+            after: The import to wait for; the zygote continues its imports afterwards.
 
         Raises:
-            ZygoteLost: it is gone.
-            BlockingIOError: the machine has no room for a process.
+            ZygoteLost: the zygote is gone.
+            BlockingIOError: the machine has no resources for a process.
         """
         environ = self._environ if environ is None else dict(environ)
         self._ask({"call": function, "arguments": [*arguments], "environ": environ, "after": after}, files)
@@ -123,10 +123,10 @@ class Zygote:
         return int(answer["pid"])
 
     def call(self, function: str, *arguments: Any, after: str = "") -> Any:
-        """What `module:name` returns in a fork that is thrown away, with this process's standard files.
+        """Call `module:name` in a temporary fork with this process's standard files. Returns its result.
 
         Raises:
-            Refused: raised there, or the fork died; or anything else, whose traceback has been printed there.
+            Refused: raised there; or the fork died; or another exception, whose traceback has been printed there.
         """
         sys.stdout.flush()
         sys.stderr.flush()
@@ -137,7 +137,8 @@ class Zygote:
                 self._hear(None)
             if code := self._codes.pop(pid):
                 how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
-                raise Refused(f"the process that checks the request died of {how}; train run, with the same, shows why")
+                way = "see why with train run and the same arguments"
+                raise Refused(f"the process that checks the request died of {how}; {way}")
             file.seek(0)
             found = pickle.load(file)
         if isinstance(found, Refused):
@@ -145,15 +146,15 @@ class Zygote:
         return found
 
     def ended(self, seconds: float) -> dict[int, int]:
-        """Exit codes, by process, of forks that have ended since the last call; of a signal: negative.
+        """Return the exit codes, by process id, of forks that have ended since the last call; negative: a signal.
 
         Args:
-            seconds: to wait for one, at most.
+            seconds: Maximum number of seconds to wait for one.
         """
         while not self.is_lost and select.select([self._line], [], [], 0 if self._codes else seconds)[0]:
             with contextlib.suppress(ZygoteLost):
                 self._hear(None)
-        if self.is_lost:  # the kernel kills its forks with it
+        if self.is_lost:  # the kernel kills the forks with their zygote
             self._codes |= dict.fromkeys(self._alive, -signal.SIGKILL)
             _wait_for_death(self._alive)
             self._alive.clear()
@@ -161,12 +162,12 @@ class Zygote:
         return codes
 
     def signal(self, pid: int, number: int) -> None:
-        """Send a signal to a fork, if it lives: by the zygote, for the id of one that has ended may be another's."""
+        """Send a signal to a running fork, through the zygote, because the process id of an ended one may be reused."""
         with contextlib.suppress(ZygoteLost):
             self._ask({"signal": pid, "number": int(number)})
 
     def close(self) -> None:
-        """End it with all that it has forked, whatever it waits for."""
+        """End the zygote and all its forks, even if they wait for something."""
         self._line.close()
         for pid in self._alive:
             with contextlib.suppress(OSError):
@@ -182,7 +183,7 @@ class Zygote:
             raise self._lost() from None
 
     def _hear(self, seconds: float | None) -> dict[str, Any] | None:
-        """The next answer; None: it is the end of a fork, whose code is noted."""
+        """Return the next answer. None: it reported the end of a fork, whose exit code is noted."""
         self._line.settimeout(seconds)
         received = None
         with contextlib.suppress(TimeoutError):
@@ -202,8 +203,8 @@ class Zygote:
 
 
 def end(process: subprocess.Popen[bytes]) -> None:
-    """End a zygote whose socket is closed, or a lender: by itself if it can, for then torch clears away its temporary
-    folders."""
+    """End a lender, or a zygote whose socket is closed. Lets it exit by itself first, so that torch removes its
+    temporary folders."""
     if process.stdin is not None:
         process.stdin.close()
     try:
@@ -214,7 +215,7 @@ def end(process: subprocess.Popen[bytes]) -> None:
 
 
 def lives(pid: int) -> bool:
-    """Whether this process has not ended, reaped or not."""
+    """Whether this process is still running. A zombie is not."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     except OSError:
@@ -222,14 +223,14 @@ def lives(pid: int) -> bool:
 
 
 def _wait_for_death(pids: set[int]) -> None:
-    """Wait a moment until these, which were killed, are dead."""
+    """Wait a moment for these killed processes to end."""
     deadline = time.monotonic() + _ENDING
     while any(map(lives, pids)) and time.monotonic() < deadline:
         time.sleep(0.01)
 
 
 def described(error: BaseException) -> str:
-    """What is not foreseen, in a line."""
+    """Return an unexpected error as one line."""
     message = f"unexpected {type(error).__name__}: {error}"
     if isinstance(error, ZygoteLost):
         message = str(error)
@@ -241,7 +242,7 @@ def described(error: BaseException) -> str:
 
 
 def answer(function: str, arguments: list[Any], files: list[int]) -> None:
-    """Be a fork that calls a function and writes what it returns, or raises, into the fourth file (`Zygote.call`)."""
+    """In a fork for `Zygote.call`: call a function and write its result or exception into the fourth file."""
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
     found: Any
     try:
@@ -250,13 +251,13 @@ def answer(function: str, arguments: list[Any], files: list[int]) -> None:
         found = error
     except BaseException as error:
         traceback.print_exception(error)
-        found = Refused(described(error), passes=True)  # a cluster tries again what is not foreseen
+        found = Refused(described(error), passes=True)  # a cluster retries after an unexpected error
     with os.fdopen(files[3], "wb") as file:
         pickle.dump(found, file)
 
 
 def acquire(environ: Mapping[str, str], imports: Sequence[str]) -> Zygote:
-    """A zygote for this process, as `Zygote` has it: a lender's, or one of its own."""
+    """Return a zygote for this process: from a lender, else a new one."""
     path = lender_socket(environ)
     line = _connected(path) if path is not None else None
     if line is not None:
@@ -270,7 +271,7 @@ def acquire(environ: Mapping[str, str], imports: Sequence[str]) -> Zygote:
 
 
 def _connected(path: Path) -> socket.socket | None:
-    """The lender at this socket, if one is there. It is this user's, as the folder that it lies in."""
+    """Connect to the lender at this socket, if there is one. Its folder ensures that it belongs to this user."""
     line = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
         line.settimeout(_ENDING)
@@ -282,7 +283,7 @@ def _connected(path: Path) -> socket.socket | None:
 
 
 def _start(environ: Mapping[str, str], line: socket.socket, lends: Sequence[str] | None) -> subprocess.Popen[bytes]:
-    """Start a server on this socket: connected, or a lender's, which ends when its standard input is closed."""
+    """Start a server on this socket: a zygote on a connected one, or a lender, which ends when its stdin is closed."""
     plan = {"fd": line.fileno(), "lends": lends}
     return subprocess.Popen(
         [sys.executable, "-P", server.__file__, json.dumps(plan)], env=dict(environ), pass_fds=[line.fileno()],
@@ -292,12 +293,12 @@ def _start(environ: Mapping[str, str], line: socket.socket, lends: Sequence[str]
 
 
 def start_lender(environ: Mapping[str, str], imports: Sequence[str] = LIBRARIES) -> subprocess.Popen[bytes] | None:
-    """Start a lender. None: there is one for such processes already, or no safe place for it.
+    """Start a lender. Returns None if there is one for such processes already, or no safe place for its socket.
 
-    It ends with this process: when the standard input of what is returned is closed.
+    The lender ends with this process, or when the returned process's stdin is closed.
 
     Raises:
-        OSError: the machine has no room for it.
+        OSError: the machine has no resources for a process.
     """
     path = lender_socket(environ, make=True)
     if path is None:
@@ -306,20 +307,20 @@ def start_lender(environ: Mapping[str, str], imports: Sequence[str] = LIBRARIES)
         line.close()
         return None
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as door:
-        path.unlink(missing_ok=True)  # of one that was killed
+        path.unlink(missing_ok=True)  # left by a killed lender
         door.bind(str(path))
         door.listen(64)
         return _start(environ, door, [*imports])
 
 
 _early: list[subprocess.Popen[bytes]] = []
-"""The lender that imports for the launch at hand, if there is one."""
+"""The lender that imports for the current launch, if any."""
 
 
 @contextlib.contextmanager
 def starting_early() -> Iterator[None]:
-    """Let a lender import while a launch still reads its arguments, unless one is there."""
-    with contextlib.suppress(OSError):  # no room for it: the launch says so, or needs none
+    """Context manager that starts a lender, unless there is one, while a launch still reads its arguments."""
+    with contextlib.suppress(OSError):  # no resources: the launch reports it, or needs no lender
         process = start_lender(hash_seed.with_seed(os.environ), _EARLY)
         if process is not None:
             _early.append(process)
@@ -330,9 +331,9 @@ def starting_early() -> Iterator[None]:
 
 
 def end_early() -> None:
-    """Let the lender of this launch end: its agent has got a zygote, or needs none."""
+    """End the lender of this launch: the agent has a zygote, or needs none."""
     while _early:
         process = _early.pop()
         assert process.stdin is not None
         process.stdin.close()
-        process.returncode = 0  # it may outlive this process: no warning
+        process.returncode = 0  # no warning that it may outlive this process

@@ -1,17 +1,17 @@
-"""A process that has imported what ranks need, and forks them: a start, or a restart, pays no import of torch.
+"""A process that has made the imports of the ranks and forks them, so that a start or restart need not import torch.
 
     python -P …/train/supervise/zygote_server.py PLAN         a server; PLAN is JSON: see `main`
 
-The process that supervises a run (the agent) asks it over a socket to fork a function, and hears when a fork has
-ended. The zygote computes nothing, starts no thread and touches no GPU, so a fork of it is a clean process. It ends
-when the other end of its socket is closed, and kills what it has forked: no rank outlives its agent.
+The agent of a run asks the zygote over a socket to fork a process that calls a function, and is notified when that
+process ends. The zygote computes nothing, starts no thread and uses no GPU, so its forks are clean processes. It ends
+when the other end of its socket is closed, and then kills its forks: no rank outlives its agent.
 
-A lender has imported the libraries, and a fork of it becomes the zygote of each process that connects. `train keeper`
-holds one, and `train launch` while it starts a run. It serves only those that are like it in all that matters when
-libraries are loaded (`digest`).
+A lender has imported the libraries. For each process that connects, a fork of the lender becomes its zygote. `train
+keeper` holds a lender, and `train launch` holds one while it starts a run. A lender serves only processes that equal it
+in everything that matters when libraries are loaded (`digest`).
 
-Nothing of this package is imported here before it is known whose zygote this is: a checkout may be edited while a
-lender lives. How one is asked for, and asked, is in zygote.py.
+A lender imports nothing of this package, because the checkout may be edited while it runs: each fork imports the
+package of the process that it serves. For the client side see zygote.py.
 """
 
 from __future__ import annotations
@@ -42,20 +42,20 @@ LIBRARIES = (
     "torch", "torch._dynamo", "torch.distributed.checkpoint", "torch.utils.tensorboard", "torch.utils.flop_counter",
     "numpy", "pydantic", "tomli_w", "safetensors.torch", "psutil", "threadpoolctl",
 )  # fmt: skip
-"""What a lender imports."""
+"""Imports of a lender."""
 READ_AT_LOADING = (
     "PYTHON", "LD_", "OMP_", "MKL_", "KMP_", "GOMP_", "OPENBLAS_", "BLIS_", "NUMEXPR_", "NPY_", "NUMPY_", "ATEN_",
     "TORCH", "PYTORCH", "TRITON_", "MALLOC_", "GLIBC_", "LANG", "LC_", "HOME",
 )  # fmt: skip
-"""How variables begin that Python and libraries read when they are loaded."""
+"""Prefixes of variables that Python and libraries read when they are loaded."""
 OFF = "TRAIN_WARM"
-"""A variable: set to `off`, nothing is borrowed from the keeper's lender, and the keeper holds none."""
+"""Environment variable. If it is `off`, launches do not borrow from a lender, and the keeper holds none."""
 _BLAS = "OPENBLAS_NUM_THREADS"
-"""What NumPy's OpenBLAS reads as it is loaded: else it starts a thread a core, here and again in each rank."""
+"""Variable that NumPy's OpenBLAS reads when loaded. Without it OpenBLAS starts one thread per core, in every rank."""
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
 _MOST_FILES = 16
 _failed: list[str] = []
-"""Why torch could not be imported: a variable that it reads says what it does not know."""
+"""Why torch could not be imported, for example because of a wrong value in a variable."""
 
 
 def send(line: socket.socket, message: Any, files: Sequence[int] = ()) -> None:
@@ -69,10 +69,10 @@ def send(line: socket.socket, message: Any, files: Sequence[int] = ()) -> None:
 
 
 def receive(line: socket.socket) -> tuple[Any, list[int]] | None:
-    """A message and its open files; None: the other end is closed."""
+    """Return a message and its open files; None: the other end is closed."""
     try:
         head, (fd, *files), _, _ = socket.recv_fds(line, 1, _MOST_FILES)
-    except (ConnectionError, ValueError):  # without a file it is no message: the end
+    except (ConnectionError, ValueError):  # no file means no message: the connection is closed
         return None
     with os.fdopen(fd, encoding="utf-8") as file:
         file.seek(0)
@@ -80,10 +80,10 @@ def receive(line: socket.socket) -> tuple[Any, list[int]] | None:
 
 
 def lender_socket(environ: Mapping[str, str], make: bool = False) -> Path | None:
-    """Where a lender serves processes like this one, in this environment; None: that place is not this user's alone.
+    """Return the socket of the lender for processes like this one; None: its folder is not private to this user.
 
     Args:
-        make: the folder, where there is none.
+        make: Whether to create the folder if it does not exist.
     """
     folder = Path(environ.get("TMPDIR") or "/tmp") / f"train-warm-{os.getuid()}"
     try:
@@ -99,12 +99,14 @@ def lender_socket(environ: Mapping[str, str], make: bool = False) -> Path | None
 
 
 def digest(environ: Mapping[str, str]) -> str:
-    """Equal for two processes that are alike in all that matters when libraries are loaded, in these environments."""
+    """Return a digest that is equal for two processes with equal conditions for the loading of libraries."""
     parts = [sys.executable, sys.version, sys.prefix, str(os.getuid()), str(os.getgid()), str(sorted(os.getgroups()))]
     parts += [f"{key}={value}" for key, value in sorted(environ.items()) if key.startswith(READ_AT_LOADING)]
     parts.append(f"{OFF} {environ.get(OFF) == 'off'}")
     for folder in sys.path:
-        if folder.endswith(("site-packages", "dist-packages")):  # a package that comes or goes changes it
+        if folder.endswith(
+            ("site-packages", "dist-packages")
+        ):  # its time changes when packages are installed or removed
             with contextlib.suppress(OSError):
                 parts.append(f"{folder} {Path(folder).stat().st_mtime_ns}")
     names = [name for name in dir(resource) if name.startswith("RLIMIT_")]
@@ -126,14 +128,14 @@ def called(name: str) -> Callable[..., Any]:
 
 
 def _lend(door: socket.socket, imports: Sequence[str]) -> socket.socket | None:
-    """Be a lender until its standard input is closed, or a fork would lack what a new process has; then returns None.
+    """Be a lender until stdin is closed or its forks would differ from new processes. Returns None at the end.
 
-    Returns in a fork, for each process that comes, the socket to serve it by.
+    In a fork, for each process that connects, returns the socket to that process.
     """
     environ, place = dict(os.environ), Path(door.getsockname())
     own, inode = digest(environ), place.stat().st_ino
     os.environ.setdefault(_BLAS, "1")
-    for name in imports:  # first: a fork is to have them all
+    for name in imports:  # before any fork, so that each fork has all of them
         if select.select([0], [], [], 0)[0]:
             break
         _import(name)
@@ -150,7 +152,7 @@ def _lend(door: socket.socket, imports: Sequence[str]) -> socket.socket | None:
                 os.setsid()
                 return line
             line.close()
-    with contextlib.suppress(OSError):  # another lender may be there
+    with contextlib.suppress(OSError):  # another lender may have replaced it
         if place.stat().st_ino == inode:
             place.unlink()
         place.parent.rmdir()
@@ -167,7 +169,7 @@ class _Server:
         self._woken = _wake_on_death()
 
     def serve(self) -> None:
-        """Until the other end is closed."""
+        """Serve until the other end is closed."""
         while True:
             watched: list[Any] = [self._woken, self._line]
             ready = select.select(watched, [], [], 0 if self._imports else None)[0]
@@ -197,7 +199,7 @@ class _Server:
             send(self._line, made)
 
     def _enter(self, message: dict[str, Any]) -> None:
-        """Take over what the other process is like."""
+        """Take over environment, umask, folder and package of the other process."""
         os.environ.clear()
         os.environ.update({_BLAS: "1", **message["environ"]})
         os.umask(message["umask"])
@@ -209,7 +211,7 @@ class _Server:
 
     def _fork(self, message: dict[str, Any], files: list[int]) -> dict[str, Any]:
         if unclean := _unclean():
-            return {"problem": f"{unclean}, which its forks would lack; what imports it when Python starts?"}
+            return {"problem": f"{unclean}, which forks cannot inherit; find what Python imports at its start"}
         if _failed:
             return {"problem": f"torch cannot be imported: {_failed[0]}; try: python -c 'import torch'"}
         parent, before = os.getpid(), signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
@@ -225,7 +227,7 @@ class _Server:
         return {"pid": pid}
 
     def _become(self, message: dict[str, Any], files: list[int], parent: int) -> NoReturn:
-        """In a fork: call the function, with the signals that ask for a stop blocked until it listens for them."""
+        """In a fork: call the function, with the stop signals blocked until it handles them."""
         code = 1
         try:
             called("train.signals:end_with_parent")(parent)
@@ -253,7 +255,7 @@ class _Server:
             os._exit(code)
 
     def _reap(self) -> None:
-        """Report forks that have ended, and kill what is left in their sessions."""
+        """Report ended forks, and kill the remaining processes of their sessions."""
         with contextlib.suppress(BlockingIOError):
             os.read(self._woken, 1 << 12)
         for pid in list(self._forks):
@@ -267,14 +269,14 @@ class _Server:
                 send(self._line, {"ended": pid, "code": code})
 
     def end(self) -> None:
-        """Kill all that was forked."""
+        """Kill all forks."""
         for pid in self._forks:
             with contextlib.suppress(OSError):
                 os.killpg(pid, signal.SIGKILL)
 
 
 def _wake_on_death() -> int:
-    """A file that can be read when a child of this process has ended."""
+    """Return a file descriptor that becomes readable when a child of this process has ended."""
     woken, waker = os.pipe()
     for end in (woken, waker):
         os.set_blocking(end, False)
@@ -284,10 +286,10 @@ def _wake_on_death() -> int:
 
 
 def _import(name: str) -> None:
-    """Import a module. One that cannot be imported is again by the fork that needs it, which says why.
+    """Import a module. If that fails, the fork that needs it tries again and reports why.
 
-    What imports leave is not garbage, and looking for that takes a sixth of their time; frozen, it is not looked at
-    again, nor copied by a fork for having been looked at.
+    Garbage collection would take a sixth of the time of imports and find nothing. Frozen objects are not visited again,
+    so forks do not copy their memory.
     """
     gc.disable()
     try:
@@ -295,21 +297,21 @@ def _import(name: str) -> None:
     except ImportError:
         pass
     except Exception as error:
-        if name == "torch":  # imported again, it says something else
+        if name == "torch":  # a second import would report another error
             _failed.append(" ".join(f"{type(error).__name__}: {error}".split())[:300])
     gc.freeze()
     gc.enable()
 
 
 def _take_package(root: str) -> dict[str, Any]:
-    """Import this package from the checkout that it is asked from. Returns what module_runner.py has there."""
+    """Import this package from the caller's checkout. Returns the contents of module_runner.py there."""
     runner = runpy.run_path(str(Path(root) / "train" / "module_runner.py"))
     runner["take_package"]()
     return runner
 
 
 def _unclean() -> str:
-    """What a fork of this process would lack, as the beginning of a sentence; '' if nothing."""
+    """Return why forks of this process would differ from new processes, as the start of a message; '': they do not."""
     others = [thread.name for thread in threading.enumerate() if thread is not threading.main_thread()]
     if others:
         return f"the process that forks the ranks has other threads ({', '.join(others)})"
@@ -318,12 +320,12 @@ def _unclean() -> str:
 
 
 def _take_standard_files(files: list[int]) -> None:
-    """Let the first three be standard input, output and error."""
+    """Make the first three files standard input, output and error."""
     for target, name in enumerate(("stdin", "stdout", "stderr")):
         os.dup2(files[target], target)
         os.close(files[target])
         files[target] = target
-        # a log is UTF-8 in any locale; a terminal gets what it has letters for
+        # a log is UTF-8 in any locale; a terminal gets its own encoding
         encoding = "utf-8" if stat.S_ISREG(os.fstat(target).st_mode) else None
         stream = open(target, "w" if target else "r", 1, encoding, "replace", closefd=False)  # noqa: SIM115
         setattr(sys, name, stream)
@@ -331,8 +333,8 @@ def _take_standard_files(files: list[int]) -> None:
 
 
 def _name_process() -> None:
-    """Let lists of processes call this one by what it is; forks give themselves other names (worker.py)."""
-    os.environ["SPT_NOENV"] = "1"  # what /proc shows of the environment stays
+    """Name this process for process lists; forks set other names (worker.py)."""
+    os.environ["SPT_NOENV"] = "1"  # do not overwrite the environment that /proc shows
     with contextlib.suppress(ImportError):  # in a checkout that was not installed: docs/gpu.md
         from setproctitle import setproctitle
 
@@ -341,13 +343,14 @@ def _name_process() -> None:
 
 
 def main() -> None:
-    """Be the server that the first argument describes.
+    """Run the server that the first argument describes, as JSON.
 
-    It has `fd`, a socket: connected, or of a lender listening; and `lends`, what a lender imports, else null.
+    `fd` is a socket, connected for a zygote or listening for a lender. `lends` lists the imports of a lender; null: a
+    zygote.
     """
     for number in SIGNALS:  # meant for ranks: Slurm sends them to all processes of a job
         signal.signal(number, signal.SIG_IGN)
-    _name_process()  # before the environment changes, by which it finds the place of the name
+    _name_process()  # before the environment changes: setproctitle needs it to find the place of the name
     plan = json.loads(sys.argv[1])
     line: socket.socket | None = socket.socket(fileno=plan["fd"])
     if line is not None and plan["lends"] is not None:
@@ -360,7 +363,7 @@ def main() -> None:
         server.serve()
     finally:
         server.end()
-        if plan["lends"] is not None:  # what libraries clear away at an exit is the lender's
+        if plan["lends"] is not None:  # libraries' exit handlers belong to the lender
             os._exit(0)
 
 

@@ -38,7 +38,7 @@ def leave(machines: Machines, node: int) -> dict[str, Any]:
     os.kill(station.record("a")["pids"]["agent"], signal.SIGTERM)
     record = station.wait_for_end("a")
     assert (record["state"], record["stopped_by"]) == ("stopped", "signal"), record["reason"]
-    assert "(SIGTERM); this node has left" in record["reason"]
+    assert "(SIGTERM); only this node has left" in record["reason"]
     assert max(machines.stations[0].run("a").steps_saved()) == record["step"]
     return record
 

@@ -55,7 +55,7 @@ def test_machines_that_share_no_folder_are_refused_with_what_helps(machines: Mac
     assert machines.launch("a", 0, "--steps", 60, *FSDP, "--wait-minutes", 1).returncode == 0
     done = machines.launch("a", 1, "--steps", 60, *FSDP, "--follow")
     said = done.stderr.splitlines()[-1]
-    assert done.returncode == 2 and "one --runs that all machines share" in said and "ddp" in said, done.stderr
+    assert done.returncode == 2 and "one --runs among all machines" in said and "ddp" in said, done.stderr
     machines.wait_for_reason("a", 0, "it was refused")
     assert machines.stations[1]("show", "a").stdout.startswith("a: failed: node 1")  # where it was put aside
     machines.stations[0].ok("stop", "a")

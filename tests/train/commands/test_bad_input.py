@@ -304,7 +304,7 @@ def _folders(root: Path, *names: str) -> Path:
         (["digits", "--init", "task.txt"], ["no .safetensors and no file of torch.save"]),
         (["fake", "--data.on_device", "true"], ["--data.on_device", "TensorDataset"]),
         (["digits", "--data.on_device", "true", "--data.workers", "2"], ["--data.on_device", "--data.workers 0"]),
-        (["digits", "--spawn", "3", "--batch_size", "2"], ["smaller than the number of ranks 3"]),
+        (["digits", "--spawn", "3", "--batch_size", "2"], ["smaller than the number of ranks, 3"]),
         (["digits", "--spawn", "3", "--micro_batch_size", "40"], ["micro_batch_size 21"]),
         (["digits", "--spawn", "2", "--parallel.strategy", "single"], ["one rank"]),
         (["task.txt"], ["not a Python file"]),

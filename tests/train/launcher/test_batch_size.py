@@ -117,7 +117,7 @@ def test_a_size_with_which_the_kernel_takes_a_rank_is_halved(station: Station) -
     (station.folder / "task.py").write_text(TASK)
     few = ["--steps", 1, "--batch_size", 8, "--task.mebibytes", 1, "--task.killed_above", 5, "--device", "cpu"]
     done = station.ok("run", "./task.py", "--name", "a", "--micro_batch_size", "auto", *few)
-    assert _size(station, "a") == 4 and "halved until it fits; with 8: a rank was killed" in done.stderr, done.stderr
+    assert _size(station, "a") == 4 and "halved until it fits; 8 did not: a rank was killed" in done.stderr, done.stderr
 
 
 @pytest.mark.minutes
@@ -149,8 +149,8 @@ def test_a_searched_size_is_no_more_than_is_needed_and_trains_as_the_same_number
 @pytest.mark.parametrize(
     ("flags", "beside", "words"),
     [
-        (["--task.mebibytes", 4000], 700, ["not even 1 at a time fit", "allocate memory"]),
-        (["--task.broken", "true"], 700, ["a step with 8 samples at a time failed", "task.py, line", "on purpose"]),
+        (["--task.mebibytes", 4000], 700, ["not even 1 sample fits in memory", "allocate memory"]),
+        (["--task.broken", "true"], 700, ["a step with micro batches of 8 failed", "task.py, line", "on purpose"]),
     ],
 )
 @pytest.mark.minutes

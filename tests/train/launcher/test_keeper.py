@@ -152,7 +152,7 @@ def test_a_run_that_waits_for_the_engine_it_was_handed_to_is_left_alone(station:
     os.utime(run.folder / "run.json", (1, 1))  # long ago
     before = run.read()
     assert station.ok("keeper", "--once").stderr == ""
-    with pytest.raises(Refused, match="handed to an engine"):
+    with pytest.raises(Refused, match="was submitted to a cluster"):
         tmux.start(LaunchRequest(kind="resume", runs=str(station.runs), name="queued", by_keeper=True))
     assert run.read() == before and not run.alive()
 

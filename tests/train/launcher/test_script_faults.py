@@ -121,7 +121,7 @@ def test_stop_and_show_say_what_a_stop_does_to_a_script(station: Station) -> Non
     station.ok("launch", "--script", "script.py", "--name", "dies")
     station.wait("dies", lambda _: "up" in station.logs("dies"), "its start")
     said = station.ok("stop", "dies").stderr
-    assert "died of SIGTERM" in said and "from what it has saved by itself" in said and "continue with" not in said
+    assert "died of SIGTERM" in said and "if it loads its own checkpoint" in said and "continue with" not in said
     assert "died of SIGTERM" in station.ok("show", "dies").stdout
     write(
         station, "import signal\nsignal.signal(15, lambda *_: sys.exit(0))\nprint('up', flush=True)\ntime.sleep(1000)"
@@ -176,7 +176,7 @@ def test_an_edited_script_runs_as_it_is_now_and_that_is_said(station: Station) -
     station.ok("stop", "a", "--now")
     beside.write_text("word = 'new'")
     said = station.ok("resume", "a").stderr
-    assert f"{path}, {beside} changed since a was launched; it runs as it is now" in said
+    assert f"{path}, {beside} changed since a was launched; the new version runs" in said
     assert station.wait_for_end("a")["state"] == states.FINISHED
     assert "2 new ['x']" in station.ok("logs", "a").stdout
 
@@ -282,7 +282,7 @@ def test_out_of_memory_is_called_so_with_its_limit_and_not_tried_again(
     assert done.returncode == 3, done.stderr
     assert record["state"] == states.FAILED and len(record["attempts"]) == 1, record
     assert "out of memory" in record["reason"] and "1.2 GiB" in record["reason"]
-    assert "--micro_batch_size, in a new run" in record["reason"]
+    assert "--micro_batch_size in a new run" in record["reason"]
     assert record["reason"] in done.stderr
 
 
@@ -298,4 +298,4 @@ def test_memory_that_a_limit_of_the_process_refuses_is_called_so(station: Statio
 def test_a_finished_script_is_told_so(station: Station) -> None:
     write(station, "pass")
     station.ok("launch", "--script", "script.py", "--name", "a", "--follow")
-    assert station.ok("resume", "a").stderr == "a has finished already\n"
+    assert station.ok("resume", "a").stderr == "a has already finished\n"

@@ -42,18 +42,18 @@ SCHEDULE = "def schedule(step, total_steps, config): return 1.0\n"
 @pytest.mark.parametrize(
     ("more", "flags", "words"),
     [
-        (OPTIMIZER, {"optim.lr": "0.1"}, "optimizer() in {} takes the place of --optim.lr 0.1; read config.optim.lr"),
+        (OPTIMIZER, {"optim.lr": "0.1"}, "optimizer() in {} replaces --optim.lr 0.1; read config.optim.lr"),
         (OPTIMIZER, {"optim.lr": "0.001"}, "--optim.lr 0.001"),  # as it is anyway: a sweep comes by it
         (OPTIMIZER, {"optim.weight_decay": "0"}, "--optim.weight_decay 0"),
         (OPTIMIZER, {"optim.name": "sgd"}, "--optim.name sgd"),
         (OPTIMIZER, {"optim.args.eps": "1"}, "--optim.args.eps 1"),
         (READS, {"optim.momentum": "0.5"}, "--optim.momentum 0.5"),
         (READS, {"optim.lr": "0.5"}, ""),
-        (UPDATES, {"optim.lr": "0.5"}, "updates() in {} takes the place of --optim.lr 0.5"),
+        (UPDATES, {"optim.lr": "0.5"}, "updates() in {} replaces --optim.lr 0.5"),
         (OPTIMIZER, {"schedule.decay": "linear", "clip_grad_norm": "1"}, ""),
-        (SCHEDULE, {"schedule.decay_share": "0.3"}, "schedule() in {} takes the place of --schedule.decay_share 0.3"),
+        (SCHEDULE, {"schedule.decay_share": "0.3"}, "schedule() in {} replaces --schedule.decay_share 0.3"),
         (SCHEDULE.replace("1.0", "config.schedule.gamma"), {"schedule.gamma": "0.3"}, ""),
-        ("", {"schedule.gamma": "0.3"}, "--schedule.gamma 0.3 is of no use without --schedule.decay step"),
+        ("", {"schedule.gamma": "0.3"}, "--schedule.gamma 0.3 has no effect without --schedule.decay step"),
         ("", {"schedule.gamma": "0.3", "schedule.decay": "step"}, ""),
         ("", {"schedule.min_factor": "0.3", "schedule.decay": "constant"}, "--schedule.min_factor 0.3"),
         ("", {"schedule.base_batch_size": "32"}, "without --schedule.scaling linear or sqrt"),
@@ -61,12 +61,12 @@ SCHEDULE = "def schedule(step, total_steps, config): return 1.0\n"
         ("", {"parallel.find_unused_parameters": "true"}, ""),  # the same line on one rank and on many
         ("", {"ema.warmup": "10"}, "without --ema.decay"),
         ("", {"watch.healthy_minutes": "3"}, "--script"),
-        ("", {"eval.every_steps": "5"}, "--eval.every_steps 5 is of no use: datasets() in {} returns None"),
+        ("", {"eval.every_steps": "5"}, "--eval.every_steps 5 has no effect, because datasets() in {} returns None"),
         ("", {"eval.every_epochs": "0", "ema.warmup": "0", "init.partial": "false"}, ""),  # off is off
         ("", {"data.root": "/"}, "{} does not read config.data.root"),
         ("", {"data.name": "MNIST"}, "{} does not read config.data.name"),
-        ("", {"log.mfu": "true"}, "--log.mfu true is of no use without --device cuda"),
-        ("", {"task.forgotten": "3"}, "{} has it in Settings and does not read config.task.forgotten"),
+        ("", {"log.mfu": "true"}, "--log.mfu true has no effect without --device cuda"),
+        ("", {"task.forgotten": "3"}, "{} does not read config.task.forgotten of its Settings"),
         ("", {"task.width": "3"}, ""),
     ],
 )  # fmt: skip
@@ -92,10 +92,10 @@ def test_a_file_is_held_to_it_where_it_changes_something_and_defaults_are_not(tm
     file.write_text('[early_stopping]\nmetric = "loss"\npatience = 3\n[ema]\ndecay = 0.9\nwarmup = 3\n')
     prepare(Request(str(task), {"early_stopping.metric": "", "ema.decay": "none"}, str(file)))
     file.write_text("[ema]\nwarmup = 3\n")
-    with pytest.raises(Refused, match=r"^ema.warmup = 3 in .*shared.toml is of no use without --ema.decay"):
+    with pytest.raises(Refused, match=r"^ema.warmup = 3 in .*shared.toml has no effect without --ema.decay"):
         prepare(Request(str(task), {}, str(file)))
     file.write_text("[optim]\nlr = 0.3\n")
-    with pytest.raises(Refused, match=r"takes the place of optim.lr = 0.3 in .*shared.toml"):
+    with pytest.raises(Refused, match=r"replaces optim.lr = 0.3 in .*shared.toml"):
         prepare(Request(str(task), {}, str(file)))
     prepare(Request("digits", {}, str(file)))
 
@@ -105,7 +105,7 @@ def test_no_command_creates_anything_and_ls_shows_no_value_that_is_not_used(stat
     slurm = ("--on", "slurm", "--gpus-per-node", 1, "--dry-run")
     for command in (("run", "own.py"), ("launch", "own.py"), ("submit", "own.py", *slurm)):
         refused = station(*command, "--optim.lr", 0.1)
-        assert refused.returncode == 2 and "takes the place of --optim.lr 0.1" in refused.stderr, refused.stderr
+        assert refused.returncode == 2 and "replaces --optim.lr 0.1" in refused.stderr, refused.stderr
     assert not station.runs.exists()
     station.ok("run", "own.py", "--name", "own", "--checkpoint.every_steps", 1)
     for command in (("fork", "own", "--name", "no"), ("resume", "own", "--steps", 4)):
@@ -124,7 +124,10 @@ def test_what_nothing_calls_is_named_by_run_and_launch_and_in_the_log(station: S
     (station.folder / "odd.py").write_text(TASK + "CONFIG = {'optim.lr': 3}\ndef training_step(model, batch): ...\n")
     for command, name in (("run", "here"), ("launch", "there")):
         done = station.ok(command, "odd.py", "--name", name)
-        assert "odd.py: nothing uses CONFIG (DEFAULTS here), training_step (loss here)" in done.stderr
+        assert (
+            "odd.py: neither the task nor the engine uses CONFIG (DEFAULTS here), training_step (loss here)"
+            in done.stderr
+        )
         station.wait_for_end(name)
-        assert "nothing uses CONFIG" in station.record(name)["warnings"][0]
+        assert "uses CONFIG" in station.record(name)["warnings"][0]
     assert "warning: " in station.logs("there")

@@ -80,7 +80,7 @@ def test_a_keeper_lets_the_copy_of_a_living_run_and_runs_of_other_stations_be(st
     assert keeper.last_seen() is not None
     process.send_signal(signal.SIGTERM)
     said = process.communicate(timeout=PATIENCE)[0]
-    assert f"theirs: is of another station ({os.uname().nodename}); left alone" in said
+    assert f"theirs: left alone, because it belongs to another station ({os.uname().nodename})" in said
     assert station.run("theirs").state() == "running"
     assert (station.record("mine")["state"], station.run("copied").state()) == ("stopped", "copy")
     assert len(station.record("copied")["attempts"]) == 1

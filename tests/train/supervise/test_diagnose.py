@@ -97,13 +97,13 @@ def test_memory_that_is_refused_is_called_so_with_its_limit_and_what_to_do() -> 
     finally:
         resource.setrlimit(resource.RLIMIT_AS, before)
     assert cause is not None and cause.recurs
-    for words in ("out of memory", "MemoryError", "4 TiB", "ulimit -v", "halve the batch"):
+    for words in ("out of memory", "MemoryError", "4 TiB", "ulimit -v", "halve the micro batch"):
         assert words in cause.reason
 
 
 def test_memory_and_busy_machines_of_a_task_are_told_alike() -> None:
     refused = failure_of(MemoryError("Unable to allocate 7.11 PiB for an array"), None)
-    assert refused["recurs"] and "out of memory" in refused["reason"] and "halve the batch" in refused["reason"]
+    assert refused["recurs"] and "out of memory" in refused["reason"] and "halve the micro batch" in refused["reason"]
     allocator = failure_of(
         RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 4 bytes"), None
     )

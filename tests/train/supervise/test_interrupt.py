@@ -84,7 +84,7 @@ def test_a_second_ctrl_c_ends_a_hanging_run_at_once_with_all_its_ranks(station: 
     terminal.wait_for("samples, ")
     station.wait("h", lambda _: (station.folder / "hangs").exists(), "what hangs")
     terminal.ctrl_c()
-    terminal.wait_for("h: stopping after this step; again: at once")
+    terminal.wait_for("h: stopping after this step; Ctrl-C again ends it at once")
     assert terminal.process.poll() is None
     time.sleep(1)  # no less than interrupt._SAME apart on a busy machine
     terminal.ctrl_c()
@@ -104,7 +104,7 @@ def test_a_run_ended_at_once_goes_on_from_its_last_checkpoint_when_its_user_says
     station.wait("c", lambda _: 10 in station.run("c").steps_saved(), "the checkpoint of step 10")
     time.sleep(1)
     terminal.ctrl_c()
-    terminal.wait_for("again: at once")
+    terminal.wait_for("again ends it at once")
     time.sleep(1)  # no less than interrupt._SAME apart on a busy machine
     terminal.ctrl_c()
     assert terminal.end() == 130, terminal.output
@@ -125,7 +125,7 @@ def test_one_ctrl_c_saves_and_two_signals_in_one_instant_are_one(station: Statio
     terminal.process.send_signal(signal.SIGINT)  # as timeout(1): to the process, and then to its group
     os.killpg(terminal.process.pid, signal.SIGINT)
     assert terminal.end() == 75, terminal.output
-    assert terminal.output.count("again: at once") == 1
+    assert terminal.output.count("again ends it at once") == 1
     assert station.run("p").steps_saved() == [station.record("p")["step"]]
 
 

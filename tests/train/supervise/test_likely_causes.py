@@ -133,7 +133,9 @@ def test_a_data_worker_that_is_killed(station: Any) -> None:
         "launch", "own.py", "--name", "one", "--data.workers", 1, "--max-restarts", 0, "--batch_size", 8, "--follow"
     )
     assert (
-        done.returncode == 3 and "killed a data worker" in last(done) and "--only 'memory,shared memory'" in last(done)
+        done.returncode == 3
+        and "a data worker that was killed" in last(done)
+        and "--only 'memory,shared memory'" in last(done)
     )
     assert "train doctor --only" in station.record("one")["reason"]
     assert "train doctor --only" in station.ok("show", "one").stdout

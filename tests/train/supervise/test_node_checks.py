@@ -21,8 +21,8 @@ def hello(node: int, **more: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("more", "words"),
     [
-        ({"run": "b"}, "give each run a port of its own"),
-        ({"least": 1}, "--nnodes 1:2, and node 0 (host0) with 2"),
+        ({"run": "b"}, "give each run its own port"),
+        ({"least": 1}, "--nnodes 1:2, but node 0 (host0) with 2"),
         ({"same": SAME | {"torch": "2.8"}}, "another version of torch than node 0 (host0): 2.8 instead of 2.7.1"),
         ({"same": SAME | {"task": "u"}}, "another task file"),
         ({"same": SAME | {"config": {"seed": 1}}}, "seed is 1, not 0"),
@@ -35,7 +35,7 @@ def test_a_node_that_differs_is_told_in_what(more: dict[str, Any], words: str) -
 
 def test_copies_of_a_model_are_of_the_same_size_on_all_nodes() -> None:
     same = SAME | {"config": {"parallel.shard_size": 2}}
-    assert "multiple of 2" in difference(hello(0, same=same, nproc=3), hello(1, same=same, nproc=4))
+    assert "multiples of 2" in difference(hello(0, same=same, nproc=3), hello(1, same=same, nproc=4))
     assert difference(hello(0, same=same, nproc=2), hello(1, same=same, nproc=4)) == ""
 
 

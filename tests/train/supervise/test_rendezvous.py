@@ -92,7 +92,7 @@ def test_a_rank_that_is_taken_and_a_node_that_differs_are_refused(meeting: Meeti
     looked_at(zero, one, until=lambda: zero.lives(1, "id1"), what="that node 1 is there")
     twin = meeting.come(1, id="twin")
     looked_at(zero, one, twin, until=lambda: twin.refused, what="a refusal")
-    assert "is already; give it another --node-rank" in twin.refused
+    assert "give it another --node-rank" in twin.refused
     looked_at(zero, one, until=lambda: zero.remark == twin.refused, what="that node 0 hears of it")
     other = meeting.come(1, id="other", problem=lambda zero: f"differs from {zero['id']}")
     looked_at(zero, one, other, until=lambda: other.refused, what="a refusal")

@@ -52,7 +52,7 @@ def test_it_ends_after_the_same_step_on_one_rank_and_says_so(early: Any) -> None
     assert early.station.run("early1").steps_saved() == [3]
     assert "finished after 3 steps (early stopping: loss did not improve in 2 evaluations since" in early.said("early1")
     done = early.station("resume", "early1")
-    assert done.returncode == 0 and "has finished already (early stopping" in done.stdout + done.stderr
+    assert done.returncode == 0 and "has already finished (early stopping" in done.stdout + done.stderr
 
 
 @pytest.mark.parametrize(("fault", "every"), [("evaluate@0:3", 1), ("save.published@0", None)])
@@ -86,11 +86,11 @@ def test_a_metric_that_no_evaluation_gives_ends_the_run_with_the_nearest_name(en
     [
         ({"task__evaluation": 0}, "returns None for the evaluation set"),
         ({"eval__every_epochs": 0}, "needs evaluations before the end"),
-        ({"early_stopping__metric": "min:"}, "a figure without a name"),
+        ({"early_stopping__metric": "min:"}, "a metric without a name"),
         ({"early_stopping__patience": 0}, "greater than or equal to 1"),
         ({"early_stopping__min_delta": -1}, "greater than or equal to 0"),
-        ({"early_stopping__metric": ""}, "patience 2 is of no use without --early_stopping.metric"),
-        ({"ema__warmup": 10}, "warmup 10 is of no use without --ema.decay"),
+        ({"early_stopping__metric": ""}, "patience 2 has no effect without --early_stopping.metric"),
+        ({"ema__warmup": 10}, "warmup 10 has no effect without --ema.decay"),
     ],
 )
 def test_what_can_never_end_a_run_is_refused(engine: Any, flags: dict[str, Any], text: str) -> None:

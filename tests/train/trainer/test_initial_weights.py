@@ -338,7 +338,7 @@ def test_a_run_begins_with_the_weights_of_another_by_name(finished: Station, tmp
     (finished.folder / "done").unlink()
     assert done.returncode == 2 and "both a file and a run have this name; give ./done" in done.stderr
     done = finished("run", "digits", "--name", "never", "--init.skip", "7")
-    assert done.returncode == 2 and "--init.skip 7 is of no use without --init.file" in done.stderr
+    assert done.returncode == 2 and "--init.skip 7 has no effect without --init.file" in done.stderr
     assert not (finished.runs / "never").exists()
     (tmp_path / "init.toml").write_text('[init]\nfile = "done@best"\n')
     finished.ok("run", "digits", "--name", "by-toml", "--config", tmp_path / "init.toml", *flags)

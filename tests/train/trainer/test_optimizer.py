@@ -139,8 +139,8 @@ def test_functions_and_fields_that_take_each_others_place_are_refused(engine: An
     groups = "\n\ndef param_groups(model, config):\n    return [{'params': model.parameters()}]\n"
     own = "\n\ndef optimizer(model, config):\n    return torch.optim.SGD(model.parameters())\n"
     for text, flags, words in (
-        (groups, {"optim__layer_decay": 0.5}, r"param_groups\(\) in .* takes the place of --optim.layer_decay"),
-        (own, {"optim__args__eps": 0.5} | OWN_OPTIMIZER, r"optimizer\(\) in .* takes the place of --optim.args"),
+        (groups, {"optim__layer_decay": 0.5}, r"param_groups\(\) in .* replaces --optim.layer_decay"),
+        (own, {"optim__args__eps": 0.5} | OWN_OPTIMIZER, r"optimizer\(\) in .* replaces --optim.args"),
         (own + groups, {}, "has optimizer and param_groups, which it takes the place of"),
     ):
         task.write_text(engine.task.read_text() + text)

@@ -162,7 +162,7 @@ def test_a_changed_copy_of_the_task_is_refused_and_a_changed_original_only_warns
     run.update(task_source=str(original))
     assert any("original.py has changed" in line for line in prepare_resume(run, {}, 3)[1])
     (folder / "task.py").write_text((folder / "task.py").read_text() + "# changed\n")
-    with pytest.raises(Refused, match=r"task\.py is not the task"):
+    with pytest.raises(Refused, match=r"task\.py has changed since"):
         prepare_resume(run, {}, 3)
 
 
@@ -202,7 +202,7 @@ def test_every_field_that_shapes_the_result_is_protected() -> None:
 
 def test_a_resume_with_fewer_micro_batches_than_ranks_warns(undisturbed: Any) -> None:
     warnings = prepare_resume(undisturbed.station.run("sgd3"), {}, 6)[1]
-    assert warnings == ["6 ranks share 4 micro batches per step: 2 compute nothing new"]
+    assert warnings == ["a step has 4 micro batches for 6 ranks, so 2 ranks have no work"]
 
 
 @pytest.mark.minutes

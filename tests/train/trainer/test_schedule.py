@@ -179,8 +179,8 @@ def test_a_tasks_own_schedule_gives_the_factor_of_each_step_after_a_resume_too(e
         ("math.nan", {}, "returns nan for step 0"),
         ("None", {}, "returns None for step 0"),
         ("1 / step", {}, "line .*: ZeroDivisionError"),
-        ("1", {"schedule__decay": "linear"}, "takes the place of --schedule.decay linear"),
-        ("1", {"schedule__decay": "cosine"}, "takes the place of --schedule.decay cosine"),
+        ("1", {"schedule__decay": "linear"}, "replaces --schedule.decay linear"),
+        ("1", {"schedule__decay": "cosine"}, "replaces --schedule.decay cosine"),
     ],
 )
 def test_a_schedule_that_fails_at_once_is_refused(engine: Any, own: Any, body: str, flags: Any, words: str) -> None:
