@@ -1,1 +1,1 @@
-"""A run: its folder, its record, and what is written into it while it trains. Imports no torch."""
+"""A run: its folder, its record, and the files written while it trains. Imports no torch."""

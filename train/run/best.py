@@ -1,4 +1,4 @@
-"""Which of a run's checkpoints is the best, by its evaluations. Imports no torch."""
+"""Finds the best of a run's checkpoints by its evaluations. Imports no torch."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from train.run.run_folder import Run
 
 
 class Aim(NamedTuple):
-    """What makes a checkpoint the best: the name of a figure, and whether less of it is better."""
+    """What makes a checkpoint the best: the name of a metric, and whether lower is better."""
 
     metric: str
     is_least: bool
 
 
 def aim_of(text: str) -> Aim:
-    """What checkpoint.best means: NAME (loss, val.loss: the lowest, others: the highest), min:NAME or max:NAME."""
+    """Parse checkpoint.best: NAME (loss, val.loss: the lowest, others: the highest), min:NAME or max:NAME."""
     direction, colon, name = text.partition(":")
     if colon and direction in ("min", "max"):
         return Aim(name, direction == "min")
@@ -27,14 +27,16 @@ def aim_of(text: str) -> Aim:
 
 
 def pick(aim: Aim, scores: dict[int, float]) -> int | None:
-    """The step with the best score, the later one of equals."""
+    """Return the step with the best score; of equal scores the latest."""
     better = min if aim.is_least else max
     return better(sorted(scores, reverse=True), key=scores.__getitem__, default=None)
 
 
 def scores_of(run: Run, text: str) -> tuple[Aim, dict[int, float]]:
-    """What checkpoint.best means in this run (a loss where its metric was never measured), and the finite values of
-    that metric by the step after which they were evaluated."""
+    """Return the aim that checkpoint.best means in this run, and the finite values of its metric by step.
+
+    If the metric was never measured, the aim is a loss.
+    """
     lines, aim = evaluations(run), aim_of(text)
     if not any(aim.metric in line["eval"] for line in lines):
         losses = [name for line in lines for name in line["eval"] if aim_of(name).is_least]
@@ -44,7 +46,7 @@ def scores_of(run: Run, text: str) -> tuple[Aim, dict[int, float]]:
 
 
 class Best(NamedTuple):
-    """The best checkpoint of those that are there, by a metric of the evaluations."""
+    """The best of the existing checkpoints, by a metric of the evaluations."""
 
     step: int
     metric: str
@@ -54,13 +56,13 @@ class Best(NamedTuple):
 
     @property
     def warning(self) -> str:
-        """What there is to say of that one; '' where this is the best of all."""
-        better = "step {} was better, {metric} {}, and is not kept: --checkpoint.best {metric} keeps it"
+        """A line about the better evaluation; '' if there was none."""
+        better = "step {} was better ({metric} {}) but has no checkpoint; next time give --checkpoint.best {metric}"
         return better.format(self.lost[0], figure(self.lost[1]), metric=self.metric) if self.lost else ""
 
 
 def best(run: Run, text: str = "") -> Best | None:
-    """The best checkpoint as `text` (by default checkpoint.best, else the loss) says; None where none was evaluated."""
+    """Return the best checkpoint by `text` (default: checkpoint.best, else the loss); None if none was evaluated."""
     given = text or run.read_config().get("checkpoint.best")
     aim, scores = scores_of(run, given if given and isinstance(given, str) else "loss")
     saved = set(run.steps_saved())
@@ -71,18 +73,20 @@ def best(run: Run, text: str = "") -> Best | None:
 
 
 def facts(run: Run) -> dict[str, Any]:
-    """The checkpoints as run.json lists them: their steps, and the best one."""
+    """Return the checkpoints in the form of run.json: their steps, and the best one."""
     found = best(run)
     shown = {"step": found.step, "metric": found.metric, "value": found.value} if found else None
     return {"checkpoints": sorted(run.steps_saved()), "best": shown}
 
 
 def checkpoint_named(run: Run, text: str | None, tell: Callable[[str], None]) -> int | None:
-    """The step that `--checkpoint` means: a number, or `best`; None where nothing was given.
-    `tell` is called with a warning where a better one than the best was not kept.
+    """Return the step that `--checkpoint` means, a number or `best`; None if it was not given.
+
+    Args:
+        tell: called with a warning if a better evaluation has no checkpoint.
 
     Raises:
-        Refused: it is neither, there is none of that step, or none was evaluated.
+        Refused: it is neither, there is no checkpoint of that step, or no checkpoint was evaluated.
     """
     if text is None:
         return None
@@ -90,12 +94,12 @@ def checkpoint_named(run: Run, text: str | None, tell: Callable[[str], None]) ->
     if text == "best":
         found = best(run)
         if found is None:
-            raise Refused(f"{run.name} has no evaluation at any of its checkpoints ({saved}); give --checkpoint STEP")
+            raise Refused(f"no checkpoint of {run.name} was evaluated (there are: {saved}); give --checkpoint STEP")
         if found.warning:
             tell(f"warning: {found.warning}")
         return found.step
     if not is_whole(text) or whole(text) < 1:
-        raise Refused(f"--checkpoint {text}: must be the step of a checkpoint, or best; see: train show {run.name}")
+        raise Refused(f"--checkpoint {text}: give the step of a checkpoint, or best; see: train show {run.name}")
     if whole(text) not in run.steps_saved():
         raise Refused(f"{run.name} has no checkpoint of step {whole(text)}; there are: {saved}")
     return whole(text)

@@ -1,4 +1,4 @@
-"""A run's copies of the files that its task needs, from where Python imports them; see imports.py."""
+"""Lets Python import a run's copies of the files that its task needs; see imports.py."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from train.run.record import Record
 from train.run.run_folder import Run
 
 _LEVELS = 4
-"""Folders from the task's upwards, of which the folder of copies has links: `Path(__file__).parents[1] / "data"`."""
+"""Number of folders, from the task's upwards, that the folder of copies links: `Path(__file__).parents[1] / "data"`."""
 
 
 class Code(NamedTuple):
-    """Where the code of a run's task is found."""
+    """Where to find the code of a run's task."""
 
     seen_as: Path
-    """What its `__file__` says."""
+    """The value of its `__file__`."""
     beside: list[Path]
-    """The folders that it imports from, the first first."""
+    """The folders from which it imports, in order."""
     are_copies: bool
     """Whether the run's copies are among them."""
 
@@ -38,8 +38,8 @@ class Code(NamedTuple):
 def of_run(run: Run, record: Record) -> Code:
     """Find the code of the task of an opened run.
 
-    While the originals are what they were, these are used: a package is more than its modules. `__file__` is that of
-    the original even where other files have changed: what lies beside it, and above, is found there.
+    Unchanged originals are used, because a package is more than its modules. `__file__` is that of the original even if
+    other files have changed, so that files beside it and above are found.
     """
     source = Path(record["task_source"])
     beside = [source.parent] if source.parent.is_dir() else []
@@ -58,15 +58,15 @@ def of_run(run: Run, record: Record) -> Code:
 
 
 def clear(run: Run) -> None:
-    """Remove what `of_run` has unpacked, which may have been edited. For the holder of the run's lock."""
+    """Remove what `of_run` has unpacked: it may have been edited. The caller must hold the run's lock."""
     for left in run.folder.glob(".code*"):
         shutil.rmtree(left, ignore_errors=True)
 
 
 def _unpacked(run: Run, source: Path) -> Path:
-    """Return a folder with the run's copies, where links stand for whatever else lies beside the originals and above.
+    """Return a folder with the run's copies, and with links to all other files beside the originals and above.
 
-    The first rank makes it. Where the run folder cannot be written it is the zip file itself.
+    The first rank creates it. If the run folder is not writable, returns the zip file itself.
     """
     content = owner.read(run, imports.MODULES)
     name = f".code-{hashlib.sha256(content).hexdigest()[:8]}"
@@ -97,7 +97,7 @@ def _unpacked(run: Run, source: Path) -> Path:
 
 
 def _link(folder: Path, original: Path) -> None:
-    """Link what lies in a folder and not in its copy. No byte code: it is that of the files there."""
+    """Link the files of a folder that its copy lacks, except byte code, which belongs to the originals."""
     with contextlib.suppress(FileNotFoundError, NotADirectoryError):
         for name in set(os.listdir(original)) - set(os.listdir(folder)) - {"__pycache__"}:
             with contextlib.suppress(FileExistsError):
@@ -105,7 +105,7 @@ def _link(folder: Path, original: Path) -> None:
 
 
 def _prefer(own: Path, tops: set[str]) -> None:
-    """Import these modules from the copies, before any import hook, also where an original is loaded already."""
+    """Make Python import these modules from the copies, before any import hook and even if an original is loaded."""
     for name, module in list(sys.modules.items()):
         file = getattr(module, "__file__", None) or str(own)
         if name.partition(".")[0] in tops and own not in Path(file).parents and Path(file) != own:
@@ -114,7 +114,7 @@ def _prefer(own: Path, tops: set[str]) -> None:
 
 
 def _hook(finder: _Copies | _Edited) -> None:
-    """Ask this finder first, and no other of ours any more."""
+    """Put this finder first, in place of our earlier ones."""
     sys.meta_path[:] = [finder, *(one for one in sys.meta_path if not isinstance(one, (_Copies, _Edited)))]
 
 
@@ -125,7 +125,7 @@ class _Copies:
         self._own, self._tops = str(own), tops
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        """As Python calls it. A namespace may have parts elsewhere: what finds them all comes after this."""
+        """Implement Python's interface. Leaves namespace packages, which may have parts elsewhere, to later finders."""
         if name.partition(".")[0] not in self._tops:
             return None
         spec = PathFinder.find_spec(name, [self._own] if path is None else path, target)
@@ -133,8 +133,10 @@ class _Copies:
 
 
 class _Edited:
-    """An import hook: finds the copy of a module whose original was edited since the process began, for a function may
-    import it hours later. `__file__` is that of the original."""
+    """An import hook: finds the copy of a module whose original was edited since the process started.
+
+    A function may import the module hours later. `__file__` is that of the original.
+    """
 
     def __init__(self, content: bytes) -> None:
         self._kept: dict[str, tuple[Path, bytes, str]] = {}
@@ -146,7 +148,7 @@ class _Edited:
                     self._kept[name] = Path(os.fsdecode(entry.comment)), source, hashlib.sha256(source).hexdigest()
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        """As Python calls it."""
+        """Implement Python's interface."""
         file, source, digest = self._kept.get(name, (Path(), b"", ""))
         if not digest or imports.digest(file) == digest:
             return None
@@ -156,7 +158,7 @@ class _Edited:
 
 
 class _Source(SourceFileLoader):
-    """Loads a module from the text that it had, not from what its file holds now."""
+    """Loads a module from its saved text, not from the current content of its file."""
 
     def __init__(self, name: str, path: str, source: bytes) -> None:
         super().__init__(name, path)

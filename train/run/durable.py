@@ -1,4 +1,4 @@
-"""Files that a crash leaves whole: replaced in one piece, made durable, locked, read safely. Imports no torch."""
+"""Files that survive a crash intact: replaced atomically, made durable, locked, read safely. Imports no torch."""
 
 from __future__ import annotations
 
@@ -16,30 +16,30 @@ from train.errors import Refused, one_line
 from train.run import environment
 
 PRIVATE = (environment.FILE,)
-"""Files of a run folder that only its owner may read."""
+"""Files of a run folder that only their owner may read."""
 
 
 def open_regular(path: Path) -> BinaryIO:
-    """Open a file of a run folder for reading. Whoever made the folder may have put a pipe there, which would block.
+    """Open a file of a run folder for reading. A foreign run folder may contain a pipe, which would block.
 
     Raises:
-        OSError: it cannot be read, or is not a regular file.
+        OSError: the file cannot be read, or is not a regular file.
     """
     fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)
-        raise OSError(errno.EINVAL, "it is no plain file", str(path))
+        raise OSError(errno.EINVAL, "it is not a regular file", str(path))
     return os.fdopen(fd, "rb")
 
 
 def read_bytes(path: Path) -> bytes:
-    """The content of a regular file. Raises OSError as `open_regular`."""
+    """Return the content of a regular file. Raises OSError as `open_regular`."""
     with open_regular(path) as file:
         return file.read()
 
 
 def read_tail(path: Path, most: int) -> bytes:
-    """The last bytes of a regular file, at most so many. Raises OSError as `open_regular`."""
+    """Return at most `most` bytes from the end of a regular file. Raises OSError as `open_regular`."""
     with open_regular(path) as file:
         length = min(file.seek(0, os.SEEK_END), most)
         file.seek(-length, os.SEEK_END)
@@ -47,7 +47,7 @@ def read_tail(path: Path, most: int) -> bytes:
 
 
 def sync(path: Path) -> None:
-    """fsync of a file, or of a folder: makes names that were created or renamed in it durable."""
+    """fsync a file or a folder. For a folder this makes created and renamed names durable."""
     fd = os.open(path, os.O_RDONLY)
     try:
         os.fsync(fd)
@@ -56,7 +56,7 @@ def sync(path: Path) -> None:
 
 
 def write_atomically(path: Path, content: str | bytes, durable: bool = True) -> None:
-    """Replace a file as a whole: a reader sees the old content or the new one, a crash leaves one of them."""
+    """Replace a file atomically: readers see the old or the new content, and a crash leaves one of the two."""
     partial = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         fd = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600 if path.name in PRIVATE else 0o666)
@@ -75,11 +75,11 @@ def write_atomically(path: Path, content: str | bytes, durable: bool = True) -> 
 
 
 def flock(fd: int, how: int, path: Path, patience: float = 0.0) -> None:
-    """flock(2); with LOCK_NB it is tried again for `patience` seconds.
+    """Call flock(2); with LOCK_NB try again for `patience` seconds.
 
     Raises:
-        BlockingIOError: another process holds it.
-        Refused: there are no locks on that file system.
+        BlockingIOError: another process holds the lock.
+        Refused: the file system has no locks.
     """
     deadline = time.monotonic() + patience
     while True:
@@ -91,35 +91,35 @@ def flock(fd: int, how: int, path: Path, patience: float = 0.0) -> None:
             time.sleep(0.01)
         except OSError as error:
             raise Refused(
-                f"{path} cannot be locked ({error.strerror}), so its file system takes no runs; choose another place "
-                "with --runs, and see: train doctor --only 'file locks' --runs DIR"
+                f"{path} cannot be locked ({error.strerror}), so runs cannot be kept there; choose another folder "
+                "with --runs (check it: train doctor --only 'file locks' --runs DIR)"
             ) from None
 
 
 def check_target(target: Path, suffixes: Sequence[str]) -> None:
-    """Refuse what cannot become the file that a command writes for its user.
+    """Refuse a --to that cannot become a file.
 
     Raises:
-        Refused: the suffix is unknown, the folder is missing, or the file is one.
+        Refused: the suffix is unknown, the folder is missing, or the path is a folder.
     """
     if target.suffix not in suffixes:
-        raise Refused(f"--to {target}: must end in {' or '.join(suffixes)}")
+        raise Refused(f"--to {target}: the file name must end in {' or '.join(suffixes)}")
     if not target.absolute().parent.is_dir():
-        raise Refused(f"--to {target}: there is no folder {target.parent}; make it first")
+        raise Refused(f"--to {target}: there is no folder {target.parent}; first: mkdir -p {target.parent}")
     if target.is_dir():
-        raise Refused(f"--to {target}: is a folder; give a file")
+        raise Refused(f"--to {target} is a folder; give a file")
 
 
 @contextlib.contextmanager
 def published(target: Path) -> Iterator[Path]:
-    """A file beside the target to write to; it takes the target's place, on the disk, where nothing is raised.
+    """Context manager that gives a file to write beside the target, and durably renames it to the target on success.
 
     Raises:
-        Refused: it cannot be written.
+        Refused: the file cannot be written.
     """
     partial = target.with_name(f".{target.stem}.partial{target.suffix}")
     try:
-        partial.touch()  # libraries have errors of their own for a file that cannot be written
+        partial.touch()  # fails with a plain OSError, while libraries raise other errors
         yield partial
         sync(partial)
         partial.replace(target)

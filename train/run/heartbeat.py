@@ -1,7 +1,7 @@
-"""What a rank is doing, readable by its agent at any moment: a few numbers in a file, which outlive the rank.
+"""The signs of life of ranks: a few numbers in a file that say what a rank is doing, for its agent.
 
-Writing them costs a microsecond or two, so every step does. Not through a mapping: where a disk fails, that is SIGBUS.
-Nothing here imports torch.
+The file outlives the rank. Writing it costs one or two microseconds, so every step does it. It is not mapped into
+memory, because a failing disk would then cause SIGBUS. Imports no torch.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 from train.run import durable
 
 STARTING, TRAINING, EVALUATING, SAVING, ENDING, COMPUTING_METRICS = range(6)
-"""The last one takes as long as a task's compute_metrics does, and is never taken for a hang."""
+"""Phases of a rank. COMPUTING_METRICS may take any time and never counts as a hang."""
 NAMES = ("starting", "training", "evaluating", "saving", "ending", "computing metrics")
 
 _FORM = struct.Struct("<qqqq")
@@ -24,7 +24,7 @@ _FORM = struct.Struct("<qqqq")
 
 @dataclass(frozen=True)
 class Beat:
-    """A rank's process, phase and step, and a number that grows with every sign of life."""
+    """A sign of life: a rank's process id, phase and step, and a count of its signs of life."""
 
     pid: int
     phase: int
@@ -33,7 +33,7 @@ class Beat:
 
 
 class Heart:
-    """A rank's side, which writes."""
+    """Writes the signs of life of a rank."""
 
     def __init__(self, path: Path) -> None:
         self._count, self._pid = 0, os.getpid()
@@ -44,18 +44,18 @@ class Heart:
         self.beat(STARTING, 0)
 
     def beat(self, phase: int, step: int) -> None:
-        """Show a sign of life."""
+        """Give a sign of life."""
         self.step = step
         if self._fd >= 0:
             self._count += 1
-            try:  # noqa: SIM105 - suppress() would be a third of what this costs
+            try:  # noqa: SIM105 - suppress() would be a third of the cost
                 os.pwrite(self._fd, _FORM.pack(self._pid, phase, step, self._count), 0)
             except OSError:
                 pass
 
 
 def reached(logs: Path) -> int:
-    """The last step, counted from 1, that any rank of an attempt has made."""
+    """Return the last step, counted from 1, that any rank of an attempt has made."""
     return max((beat.step for path in logs.glob("rank*.beat") if (beat := read(path))), default=0)
 
 
@@ -67,7 +67,7 @@ def clear(logs: Path) -> None:
 
 
 def read(path: Path) -> Beat | None:
-    """The last sign of life of a rank, or None if it has shown none."""
+    """Return the last sign of life of a rank; None if it has given none."""
     try:
         return Beat(*_FORM.unpack(durable.read_bytes(path)))
     except (OSError, struct.error):
@@ -75,11 +75,11 @@ def read(path: Path) -> Beat | None:
 
 
 SIGN = ".alive"
-"""A file in the folder of an attempt's logs; its time of change is when a script was last seen alive."""
+"""File in the folder of an attempt's logs. Its modification time is when a script was last seen alive."""
 
 
 def sign(logs: Path) -> None:
-    """Note that an attempt of a script lives, at most every few seconds."""
+    """Note that a script is alive, at most every few seconds."""
     path = logs / SIGN
     with contextlib.suppress(OSError):
         if not path.exists() or time.time() - path.stat().st_mtime > 5:
@@ -87,7 +87,7 @@ def sign(logs: Path) -> None:
 
 
 def last_sign(logs: Path) -> float:
-    """When an attempt of a script was last seen alive, in seconds since the epoch; 0.0: never."""
+    """Return when a script was last seen alive, in seconds since the epoch; 0.0: never."""
     try:
         return (logs / SIGN).stat().st_mtime
     except OSError:

@@ -1,9 +1,9 @@
-"""The files that a user's own task or script needs: what it imports and reads, what of it has changed, a run's copy.
+"""Finds the files that a task or script imports and reads, copies them into the run, and notices changes.
 
-A run of a task keeps copies of the modules that its task imports from folders that people edit: those beside the task,
-on PYTHONPATH, and libraries under development (`pip install -e`). It keeps the small files that the task reads beside
-itself, too. Digests tell when an original has changed; from then on the copies are used. Of other files the run keeps
-digests alone, and says when they have changed. A run of a script has no copies.
+A run of a task keeps copies of the modules that its task imports from folders that people edit: beside the task, on
+PYTHONPATH, and in libraries under development (`pip install -e`). It also keeps the small files that the task reads
+beside itself. When the digest of an original changes, the copies are used. Of other files the run keeps only the
+digests, and warns when they change. A run of a script has no copies.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from train.run.record import Record
 from train.run.run_folder import Run
 
 MODULES = "modules.zip"
-"""In the run folder: the copies, modules under the names by which Python finds them. A file's comment is its path."""
+"""File in the run folder with the copies, under names by which Python finds modules. An entry's comment is its path."""
 _MOST = 500
-"""Maximum number of files of a library that are copied."""
+"""Maximum number of files to copy of a library."""
 _LARGEST = 2**20
-"""Maximum number of bytes of a library's files that are copied: reading them for imports takes about a second."""
+"""Maximum number of bytes to copy of a library: reading them for imports takes about a second."""
 _MOST_DATA = 100
-"""Maximum number of files that are kept of those which a task reads. A task that reads more has a data set there."""
+"""Maximum number of files to keep that a task reads. A task that reads more has a dataset there."""
 _LARGEST_DATA = 8 * 2**20
 """Maximum number of bytes of those files."""
 _SUFFIXES = ("/__init__.py", ".py", *EXTENSION_SUFFIXES)
@@ -44,12 +44,12 @@ _INSTALLED = {"site-packages", "dist-packages"}
 
 @dataclasses.dataclass(frozen=True)
 class Needed:
-    """The files that a program needs, as they were when it was read."""
+    """The files that a program needs, with their content at launch."""
 
     copied: dict[str, tuple[Path, bytes]]
     """Maps a name in MODULES to the path and the content of the file."""
     watched: dict[str, str]
-    """Maps a path to the digest of a file of which there is no copy."""
+    """Maps the path of a file without a copy to its digest."""
 
     def record(self) -> dict[str, dict[str, str]]:
         """Return the fields of run.json."""
@@ -57,13 +57,13 @@ class Needed:
         return {"task_imports": copied, "task_watched": self.watched}
 
     def files(self) -> dict[str, bytes]:
-        """Return MODULES by its name; {} where nothing is copied."""
+        """Return {MODULES: content}; {} if nothing is copied."""
         if not self.copied:
             return {}
         packed = io.BytesIO()
         with zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as made:
             for folder in {str(one): None for name in self.copied for one in PurePosixPath(name).parents if one.name}:
-                made.mkdir(folder)  # without it Python finds no package in a zip file that lacks __init__.py
+                made.mkdir(folder)  # Python needs it for a package without __init__.py in a zip file
             for name, (path, content) in sorted(self.copied.items()):
                 entry = zipfile.ZipInfo(name)
                 entry.compress_type, entry.comment = zipfile.ZIP_DEFLATED, os.fsencode(path)
@@ -72,7 +72,7 @@ class Needed:
 
 
 class _Watch:
-    """What the process has loaded and opened since a moment. For a process that is thrown away: hooks stay."""
+    """Records which modules and files the process loads and opens. Only for a temporary process: the hook stays."""
 
     def __init__(self) -> None:
         self.began, self.loaded, self.opened = time.time(), frozenset(sys.modules), dict[str, None]()
@@ -87,18 +87,18 @@ _watch: _Watch | None = None
 
 
 def watch() -> None:
-    """Notice from now on which modules this process loads and which files it opens, for `read`."""
+    """Record from now on which modules this process loads and which files it opens, for `read`."""
     global _watch  # noqa: PLW0603 - a hook cannot be removed: a process has one
     _watch = _watch or _Watch()
 
 
 def read(program: Path, beside: Path, data: str = "") -> Needed:
-    """Find what a program needs, as it is now.
+    """Find the files that a program needs now.
 
-    Imports are found by reading, and, where `watch` was called, by looking at what was loaded.
+    Finds imports by reading the source and, if `watch` was called, from the loaded modules.
 
     Args:
-        data: the folder of the data sets, of which nothing is kept.
+        data: The folder of the datasets, from which nothing is kept.
     """
     loaded = list(_loaded())
     found = _imported(program, beside, _too_large({name: path for _, name, path in loaded}))
@@ -126,21 +126,21 @@ def read(program: Path, beside: Path, data: str = "") -> Needed:
 
 
 def sources(program: Path, beside: Path) -> list[bytes]:
-    """The text of the modules that a program imports and that are looked into, found by reading alone."""
+    """Return the text of the modules that a program imports, found only by reading the source."""
     paths = {path for path in _imported(program, beside).values() if path.suffix == ".py" and path != program}
     return [path.read_bytes() for path in sorted(paths) if path.is_file()]
 
 
 def top(name: str) -> str:
-    """The name that is imported first, of a name in the copy."""
+    """Return the top-level module of a name in the copy."""
     return name.partition("/")[0].partition(".")[0]
 
 
 def _imported(program: Path, beside: Path, large: Collection[str] = ()) -> dict[str, Path]:
-    """The files that a program imports and those that they import, by their names in the copy.
+    """Map names in the copy to the files that a program imports, directly and indirectly.
 
     Args:
-        large: libraries that are not read.
+        large: Libraries that are not read.
     """
     parts = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     folders = [beside, *(Path(part).absolute() for part in parts if part)]
@@ -160,7 +160,7 @@ def _imported(program: Path, beside: Path, large: Collection[str] = ()) -> dict[
 
 
 def _too_large(found: Mapping[str, Path]) -> set[str]:
-    """The libraries of which there are too many bytes or files to copy."""
+    """Return the libraries with too many bytes or files to copy."""
     counts, sizes = dict[str, int](), dict[str, int]()
     for name, path in found.items():
         counts[top(name)] = counts.get(top(name), 0) + 1
@@ -176,7 +176,7 @@ def _size(path: Path) -> int:
 
 
 def _names(name: str, content: bytes) -> Iterator[str]:
-    """Dotted names that a file of this name imports."""
+    """Yield the dotted names that a file of this name imports."""
     try:
         tree = ast.parse(content)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
@@ -194,7 +194,7 @@ def _names(name: str, content: bytes) -> Iterator[str]:
 
 
 def _files(module: str, folders: Iterable[Path]) -> dict[str, Path]:
-    """The files that importing a dotted name executes, its packages first, by their names in the copy."""
+    """Map names in the copy to the files that importing a dotted name executes, packages first."""
     parts = module.split(".")
     for place in [*(folder / parts[0] for folder in folders), *_places(parts[0])]:
         found: dict[str, Path] = {}
@@ -208,11 +208,11 @@ def _files(module: str, folders: Iterable[Path]) -> dict[str, Path]:
 
 @functools.cache
 def _places(top: str) -> tuple[Path, ...]:
-    """Where Python finds a module that is under development: its folders, or its file without the suffix."""
+    """Return where Python finds a module under development: its folders, or its file without the suffix."""
     if top in sys.stdlib_module_names:
         return ()
     spec = None
-    with contextlib.suppress(Exception):  # a finder of a library's own may raise anything
+    with contextlib.suppress(Exception):  # a library's own finder may raise anything
         spec = importlib.util.find_spec(top)
     if spec is None:
         return ()
@@ -225,7 +225,7 @@ def _places(top: str) -> tuple[Path, ...]:
 
 
 def _loaded() -> Iterator[tuple[str, str, Path]]:
-    """The modules under development that this process has loaded: how Python calls them, their names, their paths."""
+    """Yield the loaded modules under development: Python's name, the name in the copy, and the path."""
     for module, loaded in list(sys.modules.items()):
         origin = getattr(getattr(loaded, "__spec__", None), "origin", None)
         if not isinstance(origin, str) or not origin.endswith(_SUFFIXES) or "/site-packages/" in origin:
@@ -236,7 +236,7 @@ def _loaded() -> Iterator[tuple[str, str, Path]]:
 
 
 def _is_installed(path: Path) -> bool:
-    """Whether it is installed, of Python, or of this package."""
+    """Whether a file belongs to an installed package, to Python, or to this package."""
     if _INSTALLED & {*path.parts}:
         return True
     return any(folder in (path, *path.parents) for folder in _of_python())
@@ -248,8 +248,10 @@ def _of_python() -> list[Path]:
 
 
 def _data(program: Path, beside: Path, tops: set[str], data: str) -> Iterator[tuple[str, Path]]:
-    """The files that were read by an absolute path, as `Path(__file__).parent / …` makes it, beside the task or in a
-    library that is copied, the smallest first, by their names in the copy; none where they look like a data set."""
+    """Yield names in the copy and paths of data files, smallest first; nothing if they look like a dataset.
+
+    Data files were read by an absolute path (`Path(__file__).parent / …`), beside the task or in a copied library.
+    """
     roots = [(beside, ""), *((place, f"{top}/") for top in tops for place in _places(top))]
     found: dict[str, Path] = {}
     for text in _watch.opened if _watch is not None else ():
@@ -265,8 +267,11 @@ def _data(program: Path, beside: Path, tops: set[str], data: str) -> Iterator[tu
 
 
 def _is_kept(path: Path, inside: Path, program: Path) -> bool:
-    """Whether a file that was read may be copied: not one that is hidden, a run's, written meanwhile, or that only its
-    owner may read, where others may read the program."""
+    """Whether a file that was read may be copied.
+
+    Not copied: hidden files, files of runs, files written meanwhile, and files that only their owner may read while
+    others may read the program.
+    """
     assert _watch is not None
     with contextlib.suppress(OSError):
         found = path.stat()
@@ -279,31 +284,31 @@ def _is_kept(path: Path, inside: Path, program: Path) -> bool:
 
 
 def _read_by_relative_path(program: Path, beside: Path) -> list[Path]:
-    """The files beside the task that were read from the current folder: a copy elsewhere would not be found."""
+    """Return files beside the task that were read by a relative path: copies elsewhere would not be found."""
     opened = [Path.cwd() / text for text in (_watch.opened if _watch is not None else ()) if not text.startswith("/")]
     found = {path for path in opened if beside in path.parents and _is_kept(path, path.relative_to(beside), program)}
     return sorted(found) if len(found) <= _MOST_DATA else []
 
 
 def edited(run: Run, record: Record) -> list[str]:
-    """What a run says of files of its task that have changed since, in lines."""
+    """Return lines about files of a run's task that have changed since the launch."""
     lines = []
     source = record.get("task_source")
     if source and digest(Path(source)) not in ("", record.get("task_sha256")):
-        lines.append(f"{source} has changed since; {run.name} goes on with its own copy")
-    kept = "its own copy" if (run.folder / MODULES).is_file() else "it as it is now"
-    for known, which in ((record.get("task_imports"), kept), (record.get("task_watched"), "it as it is now")):
+        lines.append(f"{source} has changed since the launch; {run.name} continues with its own copy")
+    kept = "its own copy" if (run.folder / MODULES).is_file() else "the new version"
+    for known, which in ((record.get("task_imports"), kept), (record.get("task_watched"), "the new version")):
         found = differing(known)
         modules = [path for path in found if path.endswith(_SUFFIXES)]
         for verb, paths in (("imported", modules), ("read", [path for path in found if path not in modules])):
             if paths:
-                what = f"{_listed(paths)}, {verb} by the task, changed since or gone"
-                lines.append(f"{what}; {run.name} goes on with {which}")
+                what = f"{_listed(paths)} ({verb} by the task) changed since the launch or is gone"
+                lines.append(f"{what}; {run.name} continues with {which}")
     return lines
 
 
 def changed(known: Mapping[str, str] | None) -> str:
-    """Which of these files are not what they were, as the beginning of a sentence; '' where all are."""
+    """Return which of these files have changed, as the start of a sentence; '' if none has."""
     return _listed(differing(known))
 
 
@@ -313,12 +318,12 @@ def _listed(paths: list[str]) -> str:
 
 
 def differing(known: Mapping[str, str] | None) -> list[str]:
-    """Return the paths whose files are not what they were."""
+    """Return the paths of the files that have changed."""
     return [path for path, before in (known or {}).items() if digest(Path(path)) != before]
 
 
 def digest(path: Path) -> str:
-    """SHA-256 of a file; '' where it cannot be read."""
+    """Return the SHA-256 of a file; '' if it cannot be read."""
     with contextlib.suppress(OSError):
         return hashlib.sha256(path.read_bytes()).hexdigest()
     return ""

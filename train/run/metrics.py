@@ -1,7 +1,7 @@
-"""The one reader and writer of a run's lines: metrics.jsonl, and logs of the samples that each step consumed.
+"""Reads and writes a run's lines: metrics.jsonl, and the logs of the samples that each step consumed.
 
-Their content depends on the step alone, never on the attempt: on resume all are cut to the step of the loaded
-checkpoint. Imports no torch.
+Their content depends only on the step, never on the attempt: a resume cuts them to the step of the loaded checkpoint.
+Imports no torch.
 """
 
 from __future__ import annotations
@@ -24,25 +24,25 @@ if TYPE_CHECKING:
 
 
 class Speed(TypedDict):
-    """The speed of the steps since the line before."""
+    """The speed of the steps since the previous line."""
 
     samples_per_s: float
     data_wait: float
-    """Seconds per step in which rank 0 stood still for want of data: on a GPU those in which nothing was computed."""
+    """Seconds per step that rank 0 waited for data; on a GPU the seconds in which it computed nothing."""
     step_time: float
     """Seconds per step."""
     memory: float
-    """Bytes, the highest so far: of the GPU, or of rank 0's process where it computes on the CPU."""
+    """Peak bytes so far: of the GPU, or of rank 0's process on the CPU."""
     counted_per_s: NotRequired[float]
-    """What a loss with a count of its own has counted: tokens, say."""
+    """Units per second of a loss that returns its own count, such as tokens."""
     mfu: NotRequired[float]
     """Model FLOP utilisation, from 0 to 1."""
 
 
 class Training(Speed):
-    """A training line: a step's loss and learning rate, and the speed.
+    """A training line: a step's loss, learning rate and speed.
 
-    Of a task with several updates `loss` is the sum, and `loss.NAME` stands beside it.
+    For a task with several updates `loss` is the sum, and there is also `loss.NAME` for each.
     """
 
     step: int
@@ -53,18 +53,18 @@ class Training(Speed):
     grad_norm: NotRequired[float]
     """The global 2-norm of the gradients, before clipping (log.gradients)."""
     skipped: NotRequired[bool]
-    """Its update was left out (on_nan)."""
+    """Whether the step's update was skipped (on_nan)."""
 
 
 class Evaluation(TypedDict):
-    """An evaluation line. A figure that is not finite is None."""
+    """An evaluation line. A value that is not finite is None."""
 
     step: int
-    """The step after which it was made."""
+    """The step after which the evaluation was made."""
     epoch: int
     samples: int
     eval: dict[str, float | None]
-    """`loss` and what the task's metrics() names."""
+    """`loss`, and the values of the task's metrics()."""
 
 
 Line = Training | Evaluation
@@ -78,12 +78,12 @@ def is_evaluation(line: Line) -> TypeIs[Evaluation]:
 
 
 def samples_file(run: Run, rank: int) -> Path:
-    """Where a rank writes which samples it consumed (log.samples)."""
+    """Return the file for the samples that a rank consumed (log.samples)."""
     return run.folder / f"samples.rank{rank}.log"
 
 
 def metrics_text(line: Line) -> str:
-    """A line as metrics.jsonl has it. JSON has no NaN, and a reader should not have to know Python's dialect."""
+    """Return a line of metrics.jsonl. Values that are not finite become null, because JSON has no NaN."""
     try:
         return _JSON.encode(line)
     except ValueError:
@@ -91,7 +91,7 @@ def metrics_text(line: Line) -> str:
 
 
 def samples_text(step: int, indices: Iterable[int]) -> str:
-    """A line of a sample log: the step, counted from 1, and the data set indices of the samples it consumed."""
+    """Return a line of a sample log: the step, counted from 1, and the dataset indices of the samples it consumed."""
     return " ".join(map(str, [step, *indices]))
 
 
@@ -102,7 +102,7 @@ def _finite(value: Any) -> Any:
 
 
 class Lines:
-    """Appends lines to a file. What a full disk refuses stays here and is tried again, in order."""
+    """Appends lines to a file. Lines that a full disk refuses stay in memory and are tried again, in order."""
 
     def __init__(self, path: Path) -> None:
         self._file = path.open("ab", buffering=0)
@@ -117,9 +117,9 @@ class Lines:
         self._pending += line.encode() + b"\n"
 
     def flush(self) -> bool:
-        """Hand the lines to the system. Whether it took them all."""
+        """Write the lines. Returns whether the system accepted all of them."""
         try:
-            while self._pending:  # a disk that fills up takes a part and then fails: the rest follows that part
+            while self._pending:  # a disk that fills up accepts a part first; the rest follows later
                 del self._pending[: self._file.write(self._pending) or 0]
         except OSError as error:
             self.problem = str(error.strerror)
@@ -127,11 +127,11 @@ class Lines:
 
     @property
     def is_written(self) -> bool:
-        """Whether the system has taken every line."""
+        """Whether the system has accepted every line."""
         return not self._pending
 
     def sync(self) -> bool:
-        """Make the lines durable. Whether they are."""
+        """Make the lines durable. Returns whether that succeeded."""
         try:
             if self._is_doubtful:
                 self._take_back()
@@ -146,10 +146,11 @@ class Lines:
         return True
 
     def _take_back(self) -> None:
-        """What a failed fsync left is no longer counted on: it is cut off and written anew.
+        """Cut off the bytes after the last successful fsync, and write them again.
 
-        Linux takes the pages for written then, and the next fsync would succeed (fsync(2), EIO). Nor would the same
-        bytes over the same place help: on ext4 the blocks still count as never written, and read as zeros later.
+        After a failed fsync Linux counts the pages as written, so the next fsync would succeed (fsync(2), EIO). Writing
+        the same bytes in the same place would not help either: on ext4 the blocks still count as unwritten and later
+        read as zeros.
         """
         with Path(f"/proc/self/fd/{self._file.fileno()}").open("rb") as file:
             file.seek(self._synced)
@@ -159,7 +160,7 @@ class Lines:
         self._is_doubtful = False
 
     def close(self) -> None:
-        """Hand over what is left and close the file."""
+        """Write the remaining lines and close the file."""
         self.flush()
         self._file.close()
 
@@ -168,7 +169,7 @@ def cut(run: Run, step: int, made_here: float = math.inf) -> None:
     """Cut metrics.jsonl and every rank's sample log to the lines of steps 1 to `step`. For rank 0, before training.
 
     Args:
-        made_here: this machine's ranks have no part in steps after this one: others made them, without it.
+        made_here: The last step in which this machine's ranks took part; later steps were made by other machines.
     """
     _cut(run.metrics, step, lambda line: int(json.loads(line)["step"]))
     for path in run.folder.glob("samples.rank*.log"):  # also of ranks that no longer exist
@@ -192,51 +193,51 @@ def _cut(path: Path, step: float, step_of: Callable[[bytes], int]) -> None:
 
 
 def each(run: Run) -> Iterator[Line]:
-    """All lines in their order, one after the other: a long run has more of them than one would hold in memory.
+    """Yield all lines in order, one by one: a long run has too many for memory.
 
-    A line that is being written right now is left out.
+    Skips a line that is just being written.
 
     Raises:
-        OSError: they cannot be read.
+        OSError: the lines cannot be read.
     """
     return _parsed(_texts(run))
 
 
 def evaluations(run: Run) -> list[Evaluation]:
-    """The evaluation lines alone: quick, for there are few of them among many."""
+    """Return the evaluation lines. Fast, because only they are parsed."""
     return [line for line in _parsed(text for text in _texts(run) if b'"eval"' in text) if is_evaluation(line)]
 
 
 def skipped_steps(run: Run) -> list[int]:
-    """The steps whose updates were left out (on_nan)."""
+    """Return the steps whose updates were skipped (on_nan)."""
     return [line["step"] for line in _parsed(text for text in _texts(run) if b'"skipped"' in text)]
 
 
 def last_evaluation(run: Run) -> Evaluation | None:
-    """The last evaluation line."""
+    """Return the last evaluation line."""
     return next(iter(reversed(evaluations(run))), None)
 
 
 _LAST = 1 << 14
-"""Bytes at the end of metrics.jsonl in which the last training line is looked for first: a line has some 200."""
+"""Bytes at the end of metrics.jsonl in which to look first for the last training line; a line has about 200."""
 _RECENT = 1 << 19
 """Bytes at the end of metrics.jsonl that count as recent."""
 
 
 def last_training(run: Run) -> Training | None:
-    """The last training line, without reading all of them."""
+    """Return the last training line, without reading all lines."""
     most = _LAST
     while True:
         texts = _last_texts(run, most)
         found = next((line for line in _parsed(reversed(texts)) if not is_evaluation(line)), None)  # parses one or two
         if found is not None or sum(map(len, texts)) + len(texts) < most // 2:
             return found
-        most *= 8  # evaluations alone come after it
+        most *= 8  # only evaluations follow it
 
 
 def up_to_date(run: Run, record: Record) -> Record:
-    """A record with the step and loss of the last training line: run.json has those of a clock's last tick."""
-    trained = any(attempt.get("ready") for attempt in record["attempts"])  # a fork begins with lines of another run
+    """Return a record with the step and loss of the last training line: run.json is updated only now and then."""
+    trained = any(attempt.get("ready") for attempt in record["attempts"])  # a fork starts with lines of another run
     line = last_training(run) if trained else None
     if line is None:
         return record
@@ -246,7 +247,7 @@ def up_to_date(run: Run, record: Record) -> Record:
 
 
 def recent(run: Run) -> list[Line]:
-    """All lines of the last steps, up to some 2,000."""
+    """Return all lines of the last steps, about 2,000 at most."""
     lines = list(_parsed(_last_texts(run, _RECENT)))
     is_part = run.metrics.exists() and run.metrics.stat().st_size > _RECENT
     return [line for line in lines if not is_part or line["step"] > lines[0]["step"]]
@@ -260,19 +261,19 @@ def _last_texts(run: Run, most: int) -> list[bytes]:
 
 
 def _whole(text: bytes) -> bytes:
-    """The text without a last line that is still being written."""
+    """Return the text without an unfinished last line."""
     return text[: text.rfind(b"\n") + 1]
 
 
 class Tail:
-    """What comes to metrics.jsonl from now on."""
+    """Reads the lines that are added to metrics.jsonl from now on."""
 
     def __init__(self, run: Run) -> None:
         self._path = run.metrics
         self._at = self._path.stat().st_size if self._path.exists() else 0
 
     def new(self) -> list[Line]:
-        """The whole lines that came since the last call."""
+        """Return the complete lines that are new since the last call."""
         try:
             self._at = min(self._at, self._path.stat().st_size)  # cut by a resume
             with self._path.open("rb") as file:
@@ -286,12 +287,12 @@ class Tail:
 
 
 def _texts(run: Run) -> Iterator[bytes]:
-    with contextlib.suppress(FileNotFoundError), durable.open_regular(run.metrics) as file:  # none was written yet
+    with contextlib.suppress(FileNotFoundError), durable.open_regular(run.metrics) as file:  # no line was written yet
         yield from file
 
 
 def _parsed(texts: Iterable[bytes]) -> Iterator[Line]:
-    """The whole, valid lines; what a kill or an editor left of others is skipped."""
+    """Yield the complete, valid lines. Skips lines that a kill or an editor has damaged."""
     for text in texts:
         with contextlib.suppress(ValueError, RecursionError):
             line = json.loads(text)
@@ -300,7 +301,7 @@ def _parsed(texts: Iterable[bytes]) -> Iterator[Line]:
 
 
 def _is_sound(line: dict[str, Any]) -> bool:
-    """Whether step and figures are finite numbers; a figure may be null."""
+    """Whether the step and the values are finite numbers; a value may be null."""
     step = line.get("step")
     if not isinstance(step, int) or isinstance(step, bool) or not 0 <= step < 1 << 53:
         return False

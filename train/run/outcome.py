@@ -1,7 +1,7 @@
-"""How a rank ended: a small file beside its log, written by the rank, which outlives it.
+"""The outcome of a rank: a small file beside its log in which the rank records how it ended.
 
-A rank records only what happened to itself; the supervisor, which sees all ranks, decides what becomes of the run.
-Imports no torch.
+A rank records only its own end. The supervisor, which sees all ranks, decides what happens to the run. Imports no
+torch.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ class Kind(enum.StrEnum):
     STOPPED = "stopped"
     """Saved and ended early, on request."""
     FAILED = "failed"
-    """Training cannot go on, and every rank would say so: the loss is nan, the last checkpoint cannot be saved."""
+    """Training cannot continue, and every rank would report that: NaN loss, last checkpoint not saved."""
     REFUSED = "refused"
-    """What it was to train is wrong."""
+    """The request is wrong."""
     DIED = "died"
-    """Of an exception."""
+    """Ended by an exception."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,18 +41,18 @@ class Outcome:
     rank: int
     kind: Kind
     step: int = 0
-    """The last one it made, counted from 1."""
+    """The last step that the rank made, counted from 1."""
     reason: str = ""
-    """Why it failed, died or finished early; of one that stopped, what asked it to: a signal, or another rank."""
+    """Why the rank failed, died or finished early; if it stopped, what asked it: a signal or another rank."""
     recurs: bool = False
-    """Whether it would fail or die so again."""
+    """Whether a new attempt would fail or die in the same way."""
     is_of_system: bool = False
-    """Whether the system refused something (OSError): the reason says it all."""
+    """Whether the cause is an OSError, whose reason needs no traceback."""
     traceback: str = ""
     time: float = dataclasses.field(default_factory=time.time)
     """Seconds since the epoch."""
     figures: dict[str, Any] = dataclasses.field(default_factory=dict)
-    """Of rank 0: what run.json is to have of it (epoch, checkpoints, best, weights_sha256, metrics)."""
+    """From rank 0: values for run.json (epoch, checkpoints, best, weights_sha256, metrics)."""
 
     @property
     def is_fault(self) -> bool:
@@ -61,13 +61,13 @@ class Outcome:
 
 
 def write(logs: Path, outcome: Outcome) -> None:
-    """Write it into the folder of the attempt's logs. Raises OSError where the disk does not take it."""
+    """Write an outcome into the folder of the attempt's logs. Raises OSError if that fails."""
     text = json.dumps(dataclasses.asdict(outcome)) + "\n"
     durable.write_atomically(logs / f"rank{outcome.rank}{_SUFFIX}", text, durable=False)
 
 
 def read(logs: Path, rank: int) -> Outcome | None:
-    """How a rank of an attempt ended; None while it runs, or where it was killed."""
+    """Return the outcome of a rank; None while it runs, or if it was killed."""
     with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
         found = json.loads((logs / f"rank{rank}{_SUFFIX}").read_text(encoding="utf-8"))
         return Outcome(**found | {"kind": Kind(found["kind"])})
@@ -75,7 +75,7 @@ def read(logs: Path, rank: int) -> Outcome | None:
 
 
 def read_all(logs: Path) -> dict[int, Outcome]:
-    """The outcomes of all ranks that wrote one, by rank."""
+    """Map all ranks that wrote an outcome to it."""
     ranks = []
     with contextlib.suppress(OSError):
         ranks = [path.name.removeprefix("rank").removesuffix(_SUFFIX) for path in logs.glob(f"rank*{_SUFFIX}")]
@@ -84,6 +84,6 @@ def read_all(logs: Path) -> dict[int, Outcome]:
 
 
 def first_fault(outcomes: Mapping[int, Outcome]) -> Outcome | None:
-    """The fault that caused the others: peers of a failing rank lose their connections, maybe before it has ended."""
+    """Return the fault that caused the others: ranks may lose their connections before a failing rank has ended."""
     faults = [outcome for outcome in outcomes.values() if outcome.is_fault]
     return min(faults, key=lambda outcome: (not outcome.recurs, outcome.time), default=None)

@@ -1,7 +1,8 @@
-"""This user's station: its key, its id, and the digest in run.json which shows that a run was started here.
+"""This user's station: its key, its id, and the digest in run.json that shows that a run was started here.
 
-The keeper resumes only what this station has started: a run folder may come from anywhere, and a resume executes what
-lies in it. The digest covers the run's name and folder and whatever decides what a resume executes. Imports no torch.
+The keeper resumes only runs that this station has started: a run folder may come from anywhere, and a resume executes
+files in it. The digest covers the run's name, its folder, and everything that decides what a resume executes. Imports
+no torch.
 """
 
 from __future__ import annotations
@@ -19,14 +20,14 @@ from typing import Any
 from train.run import durable, environment
 
 STATION, DIGEST = "station", "station_digest"
-"""In run.json: the id of the station that has started the run, and the digest by its key. None: it has no key."""
+"""Fields of run.json: the id of the station that has started the run, and the digest with its key. None: no key."""
 _FILES = ("task.py", "modules.zip", "config.toml", environment.FILE)
 _FIELDS = ("task", "task_source", "script", "script_arguments", "cwd", "cluster")
 _KEY_BYTES = 32
 
 
 def state_folder() -> Path:
-    """Where the state of this user's Trainstation lies: the same in every shell, whatever its dotfiles set.
+    """Return the folder with this user's state. It does not depend on XDG variables, which differ between shells.
 
     Raises:
         OSError: the user has no home folder.
@@ -39,17 +40,17 @@ def state_folder() -> Path:
 
 
 def station_id(make: bool = False) -> str | None:
-    """The id of this station; None: it has no key. `make`: the key is made where there is none yet."""
+    """Return the id of this station; None: it has no key. With `make`, create a missing key."""
     key = _key(make)
     return None if key is None else hashlib.sha256(b"station id" + key).hexdigest()[:12]
 
 
 def sign(folder: Path, record: Mapping[str, Any], files: Path | None = None) -> dict[str, Any]:
-    """What run.json must have so that this station knows the run as its own; without a key, None for both.
+    """Return the fields of run.json that show that this station has started the run; both None without a key.
 
     Args:
-        folder: the run folder, which may not exist yet.
-        files: where its files lie now, if not there.
+        folder: The run folder, which may not exist yet.
+        files: The folder with its files now, if that is another one.
     """
     station = station_id(make=True)
     digest = _digest(folder, record, files or folder)
@@ -57,13 +58,13 @@ def sign(folder: Path, record: Mapping[str, Any], files: Path | None = None) -> 
 
 
 def was_started_here(folder: Path, record: Mapping[str, Any], files: Path | None = None) -> bool:
-    """Whether this station has started the run, and it is still the same run in the same folder. `files`: as `sign`."""
+    """Whether this station has started the run, and the run is unchanged in the same folder. `files`: as in `sign`."""
     given, digest = record.get(DIGEST), _digest(folder, record, files or folder)
     return digest is not None and isinstance(given, str) and given.isascii() and hmac.compare_digest(given, digest)
 
 
 def _digest(folder: Path, record: Mapping[str, Any], files: Path) -> str | None:
-    """The digest of a run by the key; None: there is no key, or a file of the run cannot be read."""
+    """Return the digest of a run with the key; None: there is no key, or a file of the run cannot be read."""
     key = _key()
     if key is None:
         return None
@@ -78,7 +79,7 @@ def _digest(folder: Path, record: Mapping[str, Any], files: Path) -> str | None:
 
 
 def _key(make: bool = False) -> bytes | None:
-    """This user's key; None: there is none, and none can be made."""
+    """Return this user's key; None if there is none and none can be created."""
     with contextlib.suppress(OSError):
         if make and not (state_folder() / "key").exists():
             _make_key(state_folder())
@@ -88,7 +89,7 @@ def _key(make: bool = False) -> bytes | None:
 
 
 def _make_key(folder: Path) -> None:
-    """Make the key as a whole or not at all; the first of several processes makes it."""
+    """Create the key atomically; of several processes the first one wins."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     partial = folder / f".key.{os.getpid()}"
     try:

@@ -1,23 +1,23 @@
-"""Output with carriage returns as people saw it: of a line that was drawn again and again, its last state."""
+"""Folds output with carriage returns: of a line that was redrawn again and again, keeps the last state."""
 
 from __future__ import annotations
 
 import time
 
 UP = b"\x1b[A"
-"""How the progress bars of tqdm go back to the line above."""
+"""The control sequence with which tqdm's progress bars move to the line above."""
 EVERY = 10.0
-"""Seconds between two lines about a bar that is followed into a file or pipe."""
+"""Seconds between two lines about a bar when output is followed into a file or pipe."""
 LONGEST = 1 << 20
-"""Bytes of an unfinished line that are kept."""
+"""Maximum number of bytes to keep of an unfinished line."""
 
 
 class Folding:
-    """Feed it output as it comes; it gives back what is settled, in whole lines.
+    """Takes output piece by piece and returns the final lines.
 
     Args:
-        every: seconds after which the state of a line that is still being drawn is given as a line of its own;
-            None: only its last one.
+        every: Seconds between two lines with the current state of a line that is still redrawn; None: only the last
+            state.
     """
 
     def __init__(self, every: float | None = None) -> None:
@@ -25,21 +25,21 @@ class Folding:
         self._every, self._given, self._at = every, b"", time.monotonic()
 
     def feed(self, text: bytes) -> bytes:
-        """Take more output. Returns what is settled by it."""
+        """Take more output. Returns the lines that are final."""
         *whole, rest = (self._line + text).split(b"\n")
         out = [self._folded(line) for line in whole]
         self._line = _state(rest, keep=True)[-LONGEST:]
         return b"".join(out) + self._passing()
 
     def end(self) -> bytes:
-        """What is left when nothing more comes."""
+        """Return the rest at the end of the output."""
         line, self._line = _state(self._line).replace(UP, b""), b""
         held, self._held = self._held, b""
         return (held + b"\n" if held and line else held) + line
 
     def _folded(self, line: bytes) -> bytes:
         shown = _state(line)
-        if shown.endswith(UP):  # it goes back and will be drawn again
+        if shown.endswith(UP):  # the bar moves up and will be redrawn
             self._held = shown.replace(UP, b"")
             return b""
         held, self._held = self._held, b""
@@ -54,13 +54,13 @@ class Folding:
 
 
 def _state(line: bytes, keep: bool = False) -> bytes:
-    """What is to be seen of a line. With `keep`, a carriage return at its end is kept: more of it may come."""
+    """Return the visible state of a line. With `keep`, keep a carriage return at its end: more may follow."""
     body = line.rstrip(b"\r")
     shown = body.rpartition(b"\r")[2]
     return shown + b"\r" if keep and body != line else shown
 
 
 def fold(text: bytes) -> bytes:
-    """The same of output that is complete."""
+    """Fold complete output."""
     folding = Folding()
     return folding.feed(text) + folding.end()

@@ -1,4 +1,4 @@
-"""The record of a run: what run.json holds, and the one check that it is so.
+"""The record of a run: the fields of run.json, and their check.
 
 Imports no torch.
 """
@@ -9,21 +9,21 @@ from types import UnionType
 from typing import Any, NotRequired, TypedDict, cast, get_args, get_origin, get_type_hints, is_typeddict
 
 _LARGEST = sys.float_info.max
-"""Whole numbers beyond it overflow wherever one counts with them."""
+"""Maximum of an integer: larger ones overflow when converted to float."""
 
 
 class Times(TypedDict, total=False):
-    """What an attempt notes of itself: seconds since it was ready, by the clock of rank 0."""
+    """Where the time of an attempt went: seconds since it was ready, by the clock of rank 0."""
 
     step: int
-    """The last one made then, counted from 1."""
+    """The last step made by then, counted from 1."""
     seconds: float
-    """In all; what is in none of the others is computing."""
+    """Total; what none of the others counts is computing."""
     start: float
-    """What the ranks do together before the first step."""
+    """Work of all ranks together before the first step."""
     data: float
     communication: float | None
-    """Not hidden behind computing; None: it cannot be told apart from computing."""
+    """Communication that does not overlap with computing; None: cannot be separated from computing."""
     checkpoints: float
     evaluation: float
 
@@ -35,27 +35,27 @@ class Attempt(TypedDict):
     """Counted from 1."""
     started: str
     end: str | None
-    """finished, stopped, failed or died; None: it runs, or was killed as a whole."""
+    """finished, stopped, failed or died; None: it runs, or all its processes were killed."""
     world_size: int
     from_step: int | None
-    """It continued after this step; None: a script's steps are its own."""
+    """The step after which it continued; None for a script, whose steps are unknown."""
     to_step: int | None
     ready: NotRequired[str | None]
-    """When its ranks began to train."""
+    """When its ranks started to train."""
     ended: NotRequired[str | None]
     reason: NotRequired[str]
     host: NotRequired[str]
     mark: NotRequired[str]
-    """The same on all machines, whose records number their attempts each for itself."""
+    """Id of the attempt on all machines, whose attempt numbers may differ."""
     edited: NotRequired[list[str]]
-    """What it said of files of the task that had changed since the launch."""
+    """Lines about files of the task that had changed since the launch."""
     last_lines: NotRequired[list[str]]
-    """Of the log of the rank that died first."""
+    """Last lines of the log of the rank that died first."""
     times: NotRequired[Times | None]
 
 
 class Cluster(TypedDict):
-    """The place of this machine in a run on several."""
+    """The place of this machine in a run on several machines."""
 
     least: int
     most: int
@@ -70,29 +70,29 @@ class Submitted(TypedDict):
 
     engine: str
     at: NotRequired[str | None]
-    """Which of the engine's clusters."""
+    """The cluster of that engine."""
 
 
 class Record(TypedDict):
-    """run.json. Fields that are not named here, of a newer version, stay in it. Times of day are ISO 8601 in UTC."""
+    """run.json. Keeps unknown fields of a newer version. Times of day are ISO 8601 in UTC."""
 
     name: str
-    """The folder's: a run may be renamed by renaming its folder."""
+    """Name of the run folder: renaming the folder renames the run."""
     state: str
     """created, running, stopped, failed or finished; from `Run.read_effective` also interrupted, queued or copy."""
     attempts: list[Attempt]
     step: int
-    """The last one made, counted from 1."""
+    """The last step made, counted from 1."""
     epoch: int
     world_size: NotRequired[int]
     forked_from: NotRequired[dict[str, Any]]
-    """The run and step that it goes on from."""
+    """The forked run and its step."""
     init: NotRequired[list[str]]
-    """What weights it began with, and what did not fit, as lines; empty: those of model()."""
+    """Lines about the initial weights and what did not fit; empty: those of model()."""
     unused_fields: NotRequired[list[str]]
-    """Fields of config.toml that functions of the task take the place of: their values say nothing of the run."""
+    """Fields of config.toml that functions of the task replace, so that their values have no effect."""
     warnings: NotRequired[list[str]]
-    """What its launch, or the last resume, warned of: for the log of each attempt."""
+    """Warnings of the launch or the last resume, for the log of each attempt."""
     stopped_by: str | None
     reason: NotRequired[str]
     pids: NotRequired[dict[str, Any]]
@@ -106,47 +106,48 @@ class Record(TypedDict):
     versions: NotRequired[dict[str, Any]]
     git_revision: NotRequired[str | None]
     station: NotRequired[str | None]
-    """The id of the station that has started the run, and the digest by its key (ownership.py)."""
+    """The id of the station that has started the run (ownership.py)."""
     station_digest: NotRequired[str | None]
+    """The digest with that station's key."""
     nproc: NotRequired[int]
     gpus: NotRequired[str | None]
     max_restarts: NotRequired[int]
     kept: NotRequired[dict[str, int] | None]
-    """How often the keeper has resumed it, and at which step."""
+    """How often the keeper has resumed the run, and at which step."""
     torchelastic: NotRequired[str | None]
-    """The torchrun that it belongs to."""
+    """Id of the torchrun to which the run belongs."""
 
     task: NotRequired[str]
     task_source: NotRequired[str]
     task_sha256: NotRequired[str]
     sets_epoch: NotRequired[bool]
-    """Whether `set_epoch` of data sets is called; not for runs that began before it was."""
+    """Whether `set_epoch` of datasets is called; false for runs from before that was introduced."""
     task_imports: NotRequired[dict[str, str]]
-    """Digests of the files that the task needs and that the run has copies of; see imports.py."""
+    """Maps files that the task needs and of which the run has copies to their digests; see imports.py."""
     task_watched: NotRequired[dict[str, str]]
-    """The same, of those without a copy."""
+    """Maps files that the task needs and that are not copied to their digests."""
     chosen: NotRequired[list[str]]
-    """Fields that the launch has chosen a value for."""
+    """Fields whose values were chosen automatically at launch."""
     total_steps: NotRequired[int | None]
     samples: NotRequired[int]
     saved_step: NotRequired[int]
     loss: NotRequired[float | None]
     samples_per_s: NotRequired[float | None]
     metrics: NotRequired[dict[str, float | None]]
-    """Of the last evaluation."""
+    """Metrics of the last evaluation."""
     weights_sha256: NotRequired[str | None]
     data_wait: NotRequired[str]
-    """How much of the time training waited for data, and what helps."""
+    """Which share of the time training waited for data, and what helps."""
     nan_steps: NotRequired[int]
-    """Steps whose updates were left out (on_nan)."""
+    """Number of steps whose updates were skipped (on_nan)."""
     skipped: NotRequired[dict[str, int]]
-    """Samples that could not be read, by data set."""
+    """Maps a dataset to the number of its samples that could not be read."""
     wandb: NotRequired[dict[str, Any]]
     not_exact: NotRequired[list[str]]
-    """Why it may end with other bits after a resume, or on other numbers of ranks and workers."""
+    """Why the run may end with other bits after a resume, or with other numbers of ranks and data workers."""
 
     script: NotRequired[str]
-    """Where it lay; of a run that executes a script."""
+    """Path of the script, in a run of a script."""
     script_arguments: NotRequired[list[str]]
     script_files: NotRequired[dict[str, str]]
     watch: NotRequired[dict[str, Any]]
@@ -155,43 +156,42 @@ class Record(TypedDict):
     nodes: NotRequired[Any]
     submitted: NotRequired[Submitted]
     submission: NotRequired[str]
-    """Its id, by which the engine's jobs of the run are found."""
+    """Id of the submission, by which the engine's jobs of the run are found."""
     owner: NotRequired[str]
-    """The user whose it is, where that is another one: in the output of `train ls` and `show`, not in the file."""
+    """The owner, if that is another user. Only in the output of `train ls` and `train show`."""
     config: NotRequired[dict[str, Any]]
-    """The fields of config.toml by their dotted names: in the output of `train ls`, not in the file."""
+    """The fields of config.toml by their dotted names. Only in the output of `train ls`."""
     refused: NotRequired[Any]
-    """This machine cannot be one of the run's several."""
+    """Set if this machine cannot join the other machines of the run."""
 
 
 def checked(content: dict[str, Any]) -> Record:
-    """The content of a run.json, where every field that is known is of its type.
+    """Check the types of the known fields in the content of a run.json, and return the content.
 
     Raises:
-        ValueError: it is not so; the message says which field.
+        ValueError: a field is missing or of another type; the message names it.
     """
     _check("", content, Record)
     return cast(Record, content)
 
 
 _ALLOWED = {float: (int, float)}
-"""JSON does not tell 1 from 1.0."""
+"""Types allowed for a declared type: JSON does not distinguish 1 from 1.0."""
 _hints = functools.cache(get_type_hints)
 
 
 def _check(where: str, value: Any, kind: Any) -> None:
-    """Raises ValueError where a value is not of a kind that this file uses. By hand: pydantic takes 0.1 s to import,
-    and each command reads records."""
+    """Raise ValueError if a value has another type. Not by pydantic, whose import would cost each command 0.1 s."""
     origin, arguments = get_origin(kind), get_args(kind)
     if is_typeddict(kind):
         _check(where, value, dict)
         for name in sorted(kind.__required_keys__ - value.keys()):
             raise ValueError(f"{where}{name} is missing")
         for name in _hints(kind).keys() & value.keys():
-            if value[name] is not None or name in kind.__required_keys__:  # what may be missing may be null
+            if value[name] is not None or name in kind.__required_keys__:  # an optional field may be null
                 _check(f"{where}{name}.", value[name], _hints(kind)[name])
     elif origin is UnionType:
-        if value is not None:  # each union here is of one kind and None
+        if value is not None:  # each union here is of one type and None
             _check(where, value, arguments[0])
     elif origin is list:
         _check(where, value, list)

@@ -1,8 +1,7 @@
 """The folder of a run: its files, its state, its lock.
 
-`run.json` is the only record of a run's state; `lock` is flocked by every process of the run, through one open
-file that they inherit from each other, so the run is alive exactly while the lock is held, whatever was killed.
-Nothing here imports torch.
+`run.json` is the only record of a run's state. Every process of the run holds `lock` (flock) through one open file that
+they inherit from each other. So the run is alive exactly while the lock is held, whatever was killed. Imports no torch.
 """
 
 from __future__ import annotations
@@ -28,17 +27,17 @@ from train.run import durable, heartbeat, ownership, states
 from train.run.record import Record, checked
 
 NOTE_PATIENCE = 5.0
-"""Seconds that `Run.note` waits for the lock of the record: far more than a working disk takes."""
+"""Seconds `Run.note` waits for the lock of the record: far more than a working disk needs."""
 _STEP = re.compile(r"step-(\d{8,})")
 
 
 def now() -> str:
-    """The time as run.json records it: ISO 8601, UTC."""
+    """Return the current time in the form of run.json: ISO 8601, UTC."""
     return _stamp(time.time())
 
 
 def seconds_of(stamp: Any) -> float | None:
-    """A time of run.json in seconds since the epoch; None: it is missing, or no time."""
+    """Return a time of run.json in seconds since the epoch; None: it is missing or no time."""
     try:
         return datetime.datetime.fromisoformat(stamp).timestamp()
     except (TypeError, ValueError, OverflowError):
@@ -50,13 +49,13 @@ def _stamp(seconds: float) -> str:
 
 
 class Lock:
-    """The held lock of a run: one open file; processes that inherit `fd` hold it with us."""
+    """The held lock of a run: one open file. Processes that inherit `fd` hold it too."""
 
     def __init__(self, fd: int) -> None:
         self.fd = fd
 
     def release(self) -> None:
-        """Close our copy; the lock is free once every process that inherited it has done so or died."""
+        """Close this process's copy. The lock is free when every process that inherited it has done so or died."""
         if self.fd >= 0:
             os.close(self.fd)
         self.fd = -1
@@ -66,8 +65,9 @@ class Run:
     """One run folder.
 
     Args:
-        folder: where it lies.
-        fd: it, opened: then `folder` is a path for this process alone, which stays right where the folder is renamed.
+        folder: Path of the run folder.
+        fd: An open descriptor of the folder. Then `folder` is a path through it, only for this process, which stays
+            valid when the folder is renamed.
     """
 
     def __init__(self, folder: Path, fd: int = -1) -> None:
@@ -77,18 +77,18 @@ class Run:
             weakref.finalize(self, os.close, fd)
 
     def held(self) -> Run:
-        """The same run with its folder open, for who must find it wherever it is moved. Raises OSError: it is gone."""
+        """Return the same run with its folder open, so that moving it does no harm. Raises OSError if it is gone."""
         return self if self.fd >= 0 else Run(self.folder, os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY))
 
     @property
     def path(self) -> Path:
-        """Where it lies now, for people and other processes."""
+        """The current path of the folder, for people and other processes."""
         now = str(self.folder.readlink()).removesuffix(" (deleted)") if self.fd >= 0 else ""
-        return Path(now) if now and now != self._real else self._given  # which may be a link to it
+        return Path(now) if now and now != self._real else self._given  # the given path may be a link
 
     @property
     def name(self) -> str:
-        """The folder's name: a run may be renamed by renaming its folder."""
+        """Name of the folder: renaming the folder renames the run."""
         return self.path.name
 
     @property
@@ -104,7 +104,7 @@ class Run:
         return self.folder / "metrics.jsonl"
 
     def read(self) -> Record:
-        """run.json.
+        """Read run.json.
 
         Raises:
             Refused: it is missing or damaged.
@@ -114,28 +114,28 @@ class Run:
             content = json.loads(durable.read_bytes(path))
             record = checked({"stopped_by": None, **content, "name": self.name})
         except OSError as error:
-            raise Refused(f"cannot read {path}: {error.strerror}; is {self.folder} a run folder?") from None
+            raise Refused(f"cannot read {path} ({error.strerror}); check that {self.folder} is a run folder") from None
         except (ValueError, TypeError, RecursionError) as error:
             why = f" ({error})" if type(error) is ValueError else ""
-            raise Refused(f"{path} is damaged{why}; repair it or remove the run with: train rm {self.name}") from None
+            raise Refused(f"{path} is damaged{why}; repair it, or remove the run: train rm {self.name}") from None
         if record["state"] == states.STOPPED and not record["stopped_by"]:
-            record["stopped_by"] = signals.USER  # of an earlier release: the keeper leaves it alone
+            record["stopped_by"] = signals.USER  # from an earlier release: the keeper must not resume it
         return record
 
     def read_config(self) -> dict[str, Any]:
-        """The fields of config.toml by their dotted names; {} where it is missing (a script) or cannot be read."""
+        """Return the fields of config.toml by their dotted names; {} if it is missing (a script) or unreadable."""
         try:
             tree = tomllib.loads(durable.read_bytes(self.folder / "config.toml").decode())
         except (OSError, ValueError, RecursionError):
             return {}
-        none = tree.pop("none", [])  # as config/fields.py lists fields that are none
+        none = tree.pop("none", [])  # the fields that are none; see config/fields.py
         fields: dict[str, Any] = dict.fromkeys(map(str, none)) if isinstance(none, list) else {}
         for name, value in tree.items():
             fields |= {f"{name}.{inner}": one for inner, one in value.items()} if type(value) is dict else {name: value}
         return fields
 
     def used_config(self) -> dict[str, Any]:
-        """`read_config` without the fields whose values say nothing of the run: functions of its task stand for them.
+        """Return `read_config` without the fields that functions of the task replace, whose values have no effect.
 
         Raises:
             Refused: run.json cannot be read.
@@ -144,14 +144,14 @@ class Run:
         return {name: value for name, value in self.read_config().items() if name not in unused}
 
     def update(self, change: Callable[[Record], None] | None = None, **values: Any) -> None:
-        """Change run.json under a lock of the folder, so that agent and rank 0 never undo each other's change."""
+        """Change run.json while holding a lock on the folder, so that agent and rank 0 never lose a change."""
         with self._record_locked(math.inf):
             self._change(change, values, is_durable=True)
 
     def note(self, change: Callable[[Record], None] | None = None, **values: Any) -> bool:
-        """`update` that gives up, and returns False, where the lock is not free in time or the disk fails.
+        """Do `update`, but give up and return False if the lock is not free in time or the disk fails.
 
-        For a process that must not wait: a stopped process may hold the lock forever.
+        For a process that must not wait: a suspended process may hold the lock for ever.
         """
         try:
             with self._record_locked(NOTE_PATIENCE):
@@ -169,28 +169,28 @@ class Run:
 
     @contextlib.contextmanager
     def _record_locked(self, patience: float) -> Iterator[None]:
-        """Hold the lock of the folder. Raises BlockingIOError where it is not free within `patience` seconds."""
+        """Hold the lock on the folder. Raises BlockingIOError if it is not free within `patience` seconds."""
         folder = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY)
         try:
             durable.flock(folder, fcntl.LOCK_EX | (0 if patience == math.inf else fcntl.LOCK_NB), self.folder, patience)
             yield
         finally:
             with contextlib.suppress(OSError):
-                fcntl.flock(folder, fcntl.LOCK_UN)  # a loader worker forked by another thread holds this file too
+                fcntl.flock(folder, fcntl.LOCK_UN)  # a data worker forked by another thread holds this file too
             os.close(folder)
 
     def alive(self) -> bool:
-        """Whether any process of the run lives, by the kernel's lock.
+        """Whether any process of the run is alive, by the kernel's lock.
 
         Raises:
-            Refused: there are no locks on that file system.
+            Refused: the file system has no locks.
         """
         try:
             fd = os.open(self.folder / "lock", os.O_RDONLY | os.O_NONBLOCK)  # a pipe in its place would block
         except OSError:
             return False
         try:
-            # shared: two observers do not see each other
+            # shared, so that two observers do not disturb each other
             durable.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB, self.folder)
             return False
         except BlockingIOError:
@@ -199,10 +199,10 @@ class Run:
             os.close(fd)
 
     def acquire(self, patience: float = 1.0) -> Lock | None:
-        """Take the lock, or None if the run is alive. Observers hold it for microseconds: hence a little patience.
+        """Take the lock. Returns None if the run is alive. Waits a little, because observers hold it for microseconds.
 
         Raises:
-            Refused: there are no locks on that file system.
+            Refused: the file system has no locks.
         """
         fd = os.open(self.folder / "lock", os.O_WRONLY | os.O_CREAT, 0o644)  # not for reading: data/loader.py
         try:
@@ -216,9 +216,9 @@ class Run:
 
     @contextlib.contextmanager
     def handing_over(self) -> Iterator[None]:
-        """Let one process at a time hand the run to the engine of a cluster, whose answer may take a minute.
+        """Context manager that lets one process at a time submit the run to a cluster, which may take a minute.
 
-        Not `lock`, which belongs to the processes of the run. Raises Refused where another process is doing it.
+        Does not use `lock`, which belongs to the processes of the run. Raises Refused if another process submits it.
         """
         try:
             fd = os.open(self.folder / "handing", os.O_RDWR | os.O_CREAT, 0o644)
@@ -228,28 +228,28 @@ class Run:
             durable.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB, self.folder)
             yield
         except BlockingIOError:
-            raise Refused(f"{self.name} is being handed over just now; wait, then: train show {self.name}") from None
+            raise Refused(f"{self.name} is just being submitted; wait, then: train show {self.name}") from None
         finally:
             os.close(fd)
 
     def read_effective(self) -> Record:
-        """run.json with the effective state."""
+        """Read run.json with the effective state."""
         record = self.read()
         is_alive = record["state"] not in (states.RUNNING, states.CREATED) or self.alive()
         if not is_alive:
-            record = self.read()  # it may have ended between the two looks
+            record = self.read()  # the run may have ended between the two looks
         return states.effective(record, is_alive, lambda: ownership.was_started_here(self.path, record))
 
     def state(self) -> str:
-        """The effective state."""
+        """Return the effective state."""
         return self.read_effective()["state"]
 
     def ask_stop(self, wanted: str) -> None:
-        """Ask a live run to stop. By a file: process ids mean nothing on the other side of a container's wall."""
+        """Ask a running run to stop, by a file: that also works from outside a container, where process ids differ."""
         durable.write_atomically(self.folder / "stop", f"{wanted}\n", durable=False)
 
     def is_gone(self) -> bool:
-        """Whether its folder was removed; not where that cannot be seen just now."""
+        """Whether the folder was removed. False if that cannot be determined now."""
         try:
             (self.folder / "run.json").stat()
         except OSError as error:
@@ -257,63 +257,63 @@ class Run:
         return False
 
     def stop_asked(self) -> str:
-        """POLITE, NOW, FOR_KEEPER or PLACED; '' where no stop was asked for by file."""
+        """Return POLITE, NOW, FOR_KEEPER or PLACED; '' if no stop was requested by file."""
         try:
             return durable.read_bytes(self.folder / "stop").decode(errors="replace").strip()
         except OSError:
             return ""
 
     def clear_stop(self) -> None:
-        """Forget a request to stop. For the holder of the lock."""
+        """Remove a stop request. The caller must hold the lock."""
         with contextlib.suppress(OSError):
             (self.folder / "stop").unlink()
 
     def begin_attempt(self, world_size: int, from_step: int | None = None, **values: Any) -> int:
-        """Record that an attempt starts; returns its number, counted from 1. For the holder of the lock.
+        """Record that an attempt starts. Returns its number, counted from 1. The caller must hold the lock.
 
         Args:
-            from_step: it continues after this one; by default after that of the newest checkpoint.
+            from_step: The step after which it continues; by default that of the newest checkpoint.
         """
         number = 0
         at = self.newest_checkpoint if from_step is None else from_step
         before = len(self.read()["attempts"])
-        # a living run records its progress twice a second
-        last_sign = heartbeat.last_sign(self.logs(before))  # of a script; a task has none
+        # a running task records its progress twice a second
+        last_sign = heartbeat.last_sign(self.logs(before))  # only a script has one
         last_written = _stamp(max((self.folder / "run.json").stat().st_mtime, last_sign))
 
         def change(record: Record) -> None:
             nonlocal number
             number, started = len(record["attempts"]) + 1, now()
-            for left in self.folder.glob(".run.json.*"):  # by a kill inside write_atomically; others wait for us
+            for left in self.folder.glob(".run.json.*"):  # left by a kill inside write_atomically
                 left.unlink()
             if record["attempts"] and record["attempts"][-1]["end"] is None:  # all its processes were killed
                 record["attempts"][-1].update(
-                    {"end": "died", "reason": "killed as a whole, or with its machine or container",
+                    {"end": "died", "reason": "all its processes were killed, or its machine or container ended",
                      "ended": last_written, "to_step": self._reached(record)}
                 )  # fmt: skip
             record["attempts"].append(
                 {"number": number, "started": started, "ready": None, "ended": None, "end": None, "reason": "",
                  "world_size": world_size, "to_step": None, "host": socket.gethostname(),
-                 # the steps of a script are its own
+                 # the steps of a script are unknown
                  "from_step": None if record.get("script") else at}
             )  # fmt: skip
             record["started"] = record["started"] or started
             record.update({"state": states.RUNNING, "reason": "", "stopped_by": None, "ended": None})
-            record.update({"metrics": {}, "weights_sha256": None})  # of an end that it goes on from
+            record.update({"metrics": {}, "weights_sha256": None})  # from the end before
             record.update({"world_size": world_size, "host": socket.gethostname()})
             record.update(cast(Record, values))
 
-        self.logs(before + 1).mkdir(parents=True, exist_ok=True)  # first: what fails and is tried again is one attempt
+        self.logs(before + 1).mkdir(parents=True, exist_ok=True)  # first: if it fails, a retry is the same attempt
         self.update(change)
         heartbeat.clear(self.logs(number - 1))
         return number
 
     def note_ready(self, step: int, mark: str = "", edited: Sequence[str] = (), **values: Any) -> bool:
-        """Record that the ranks of the last attempt train now, after this step; as `note`.
+        """Record, as `note`, that the ranks of the last attempt now train, starting after this step.
 
         Args:
-            mark: of the attempt, the same on all machines, whose records number their attempts each for itself.
-            edited: lines about files of the task that have changed since the launch.
+            mark: Id of the attempt on all machines, whose attempt numbers may differ.
+            edited: Lines about files of the task that have changed since the launch.
         """
 
         def change(record: Record) -> None:
@@ -321,7 +321,7 @@ class Run:
             attempt.update({"from_step": step, "ready": now(), "mark": mark})
             if edited:
                 attempt["edited"] = [*edited]
-            # another machine may have made a step of which the dead of this one could not write any more
+            # another machine may have made a step that this machine's dead ranks could not record
             if before and before[-1]["ready"] and before[-1]["to_step"] is not None:
                 before[-1]["to_step"] = max(before[-1]["to_step"], step)
 
@@ -330,12 +330,12 @@ class Run:
     def end_attempt(
         self, end: str, why: str, state: str | None = None, last_lines: list[str] | None = None, **values: Any
     ) -> None:
-        """Record why the attempt ended, and the run's state if that ends with it. For supervise/attempts.py alone.
+        """Record why the attempt ended, and the run's state if the run ends with it. Only for supervise/attempts.py.
 
         Args:
             end: finished, stopped, failed or died.
-            last_lines: of the log of the rank that died first.
-            values: other fields of run.json. The run's reason is the attempt's unless it is among them.
+            last_lines: Last lines of the log of the rank that died first.
+            values: Other fields of run.json. Without `reason` among them, the run gets the attempt's reason.
         """
         number = 0
 
@@ -355,21 +355,23 @@ class Run:
         heartbeat.clear(self.logs(number))
 
     def _reached(self, record: Record) -> int | None:
-        """The last step that the last attempt made; None: it runs a script."""
+        """Return the last step of the last attempt; None for a script."""
         attempt = record["attempts"][-1]
         if attempt["from_step"] is None:
             return None
-        if not attempt.get("ready"):  # it never came to training
+        if not attempt.get("ready"):  # it never started to train
             return int(attempt["from_step"])
         return max(int(record["step"]), heartbeat.reached(self.logs(attempt["number"])))
 
     def logs(self, attempt: int) -> Path:
-        """Where the ranks of an attempt write their output, each into rankR.log."""
+        """Return the folder in which the ranks of an attempt write their output, each into rankR.log."""
         return self.folder / "logs" / f"attempt-{attempt}"
 
     def since_saved(self, step: int) -> float:
-        """Seconds since the checkpoint of this step was published, 0: since the run first started. Infinite where that
-        is not known."""
+        """Return the seconds since the checkpoint of this step was published; for step 0 since the run's first start.
+
+        Infinite if unknown.
+        """
         with contextlib.suppress(OSError, Refused):
             begun = self.checkpoint(step).stat().st_mtime if step else seconds_of(self.read()["started"])
             if begun is not None:
@@ -377,7 +379,7 @@ class Run:
         return math.inf
 
     def steps_saved(self) -> list[int]:
-        """Steps of the published checkpoints, newest first. Whether one is whole is found out on loading."""
+        """Return the steps of the published checkpoints, newest first. Only loading shows whether they are intact."""
         try:
             names = os.listdir(self.checkpoints)
         except OSError:
@@ -390,5 +392,5 @@ class Run:
         return next(iter(self.steps_saved()), 0)
 
     def checkpoint(self, step: int) -> Path:
-        """The folder of the checkpoint of that step."""
+        """Return the folder of the checkpoint of that step."""
         return self.checkpoints / f"step-{step:08d}"

@@ -98,7 +98,8 @@ def test_a_resume_imports_what_the_run_was_launched_with(here: Station) -> None:
         done = here.ok("resume", "edited", "--follow")
     finally:
         scale.write_text(BESIDE["scale.py"])
-    assert f"{scale}, imported by the task, changed since or gone; edited goes on with its own copy" in done.stderr
+    changed = f"{scale} (imported by the task) changed since the launch or is gone"
+    assert f"{changed}; edited continues with its own copy" in done.stderr
     assert here.record("edited")["weights_sha256"] == here.record("whole")["weights_sha256"]
 
 

@@ -55,7 +55,7 @@ def written(folder: Path, norm: str, width: int) -> Path:
             FLAT,
             {},
             1,
-            r"step 3 has such a micro batch \(1 sample in its batch\); use --data\.drop_last true, or another --batch_size$",
+            r"such a micro batch \(1 sample in its batch\); use --data\.drop_last true, or another --batch_size$",
         ),
         (FLAT, {}, 3, "and step 3 has such a micro batch"),
         (POOLED, {"precision": "fp64"}, 1, "and step 3 has such a micro batch"),

@@ -215,7 +215,7 @@ def test_a_killed_agent_leaves_no_rank_and_a_killed_rank_is_started_again(shared
     assert record["state"] == states.FINISHED and record["step"] == saved + 40
     first, second, third = record["attempts"]
     assert [attempt["end"] for attempt in (first, second, third)] == ["died", "died", "finished"]
-    assert "killed as a whole" in first["reason"]
+    assert "all its processes were killed" in first["reason"]
     assert "SIGKILL" in second["reason"]
     assert second["from_step"] == saved < third["from_step"]
     for number in (1, 2, 3):

@@ -91,7 +91,7 @@ def test_a_resume_from_a_clean_environment_has_it_and_says_so(shows: Station) ->
     now = seen(shows, 2)
     assert now["PYTHONPATH"] == paths(shows) and now["TOKENIZERS_PARALLELISM"] == "false"
     assert now["DATA"] == "/else/where" and now["MY_PASSWORD"] == "new" and "WANDB_API_KEY" not in now
-    for words in ("other than when it was started: DATA", "PYTHONPATH", "WANDB_API_KEY", "STORE"):
+    for words in ("changed since the launch: DATA", "PYTHONPATH", "WANDB_API_KEY", "STORE"):
         assert words in done.stderr
     (shows.folder / "done").touch()
     assert shows.wait_for_end("a")["state"] == "finished"

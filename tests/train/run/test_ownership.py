@@ -49,7 +49,7 @@ def test_a_run_from_elsewhere_is_executed_by_no_keeper_until_its_user_resumes_it
     assert "skipped a, which was not started here" in station.ok("resume", "--all").stderr
     assert not seen.exists() and len(station.record("a")["attempts"]) == 1
     (shown,) = json.loads(station.ok("ls", "--state", "copy", "--json").stdout)
-    assert shown["name"] == "a" and "train resume a adopts it" in shown["reason"]
+    assert shown["name"] == "a" and "to adopt it: train resume a" in shown["reason"]
     assert station.ok("show", "a").stdout.startswith("a: copy: ")
 
     station.ok("resume", "a")

@@ -356,7 +356,7 @@ def test_a_record_whose_fields_are_not_what_they_must_be_is_refused_in_a_line(
     run: Run, damage: dict[str, Any], said: str
 ) -> None:
     (run.folder / "run.json").write_text(json.dumps(run.read() | damage))
-    with pytest.raises(Refused, match=rf"run.json is damaged \({said}\); repair it or .* train rm a"):
+    with pytest.raises(Refused, match=rf"run.json is damaged \({said}\); repair it, or .* train rm a"):
         run.read()
 
 

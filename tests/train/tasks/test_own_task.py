@@ -153,7 +153,7 @@ def test_a_resume_says_which_modules_beside_the_task_have_changed(here: Station)
     (folder / "other.py").write_text("nor now\n")
     (folder / "deeper.py").write_text(HELPER + "# edited\n")
     (said,) = prepare_resume(run, {"steps": "2"}, 1)[1]
-    assert str(folder / "deeper.py") in said and "goes on with its own copy" in said
+    assert str(folder / "deeper.py") in said and "continues with its own copy" in said
     assert set(run.read()["task_imports"]) == {str(folder / name) for name in ("helper.py", "deeper.py")}
 
 

@@ -164,7 +164,7 @@ def test_a_pipe_in_place_of_the_lines_keeps_nobody_waiting(tmp_path: Path) -> No
     run = made(tmp_path, "a")
     run.metrics.unlink()
     os.mkfifo(run.metrics)
-    with pytest.raises(OSError, match="no plain file"):
+    with pytest.raises(OSError, match="not a regular file"):
         plot([run], tmp_path / "a.png")
 
 
