@@ -136,7 +136,7 @@ def test_of_a_library_with_compiled_parts_or_too_much_code_there_are_digests_alo
     assert imports.edited(run, record) == []
     compiled.write_bytes(b"built again")
     (said,) = imports.edited(run, record)
-    assert said.startswith(f"{compiled}, imported") and said.endswith("continues with the new version")
+    assert said.startswith(f"{compiled} (imported") and said.endswith("continues with the new version")
 
 
 @pytest.mark.never_forgiven

@@ -131,7 +131,7 @@ def test_without_a_state_folder_runs_begin_and_the_keeper_says_why_none_is_its_o
     assert station.record("a")["state"] == "finished" and station.record("a")["station"] is None
     station.run("a").update(state="running")
     said = station.ok("keeper", "--once", env=env).stderr
-    assert said.count("warning: the state folder") == 1 and "a: left alone" in said
+    assert said.count("warning: no run is resumed, because the state folder") == 1 and "a: left alone" in said
 
 
 def _make(here: str, begin: Any, found: Any) -> None:

@@ -148,7 +148,7 @@ def test_a_config_file_edited_in_the_run_folder_is_refused_naming_the_field(undi
 
 
 def test_fewer_steps_than_were_made_are_refused(undisturbed: Any) -> None:
-    with pytest.raises(Refused, match="10 steps already"):
+    with pytest.raises(Refused, match="already trained 10 steps"):
         prepare_resume(undisturbed.station.run("sgd3"), {"steps": "9"}, 3)
 
 

@@ -55,7 +55,7 @@ def test_a_change_of_length_that_moves_the_rate_is_said_with_both_rates(
     (said,) = warnings
     engine.resume(name, epochs=4)
     before, after = _rates(engine, name)[7:9]
-    assert f"was {before:.3g} in step 8 and is {after:.3g} in step 9" in said and "over 16 steps now" in said
+    assert f"from {before:.3g} in step 8 to {after:.3g} in step 9" in said and "over 16 steps now" in said
     way = said.rpartition(f"train fork {name} --name NEW --checkpoint 8 ")[2].split()
     given = {flag.removeprefix("--").replace(".", "__"): text for flag, text in zip(way[::2], way[1::2], strict=True)}
     forked = engine.fork(name, f"{name}-kept", 8, **given)
@@ -63,7 +63,7 @@ def test_a_change_of_length_that_moves_the_rate_is_said_with_both_rates(
     assert forked["warnings"] == []
     if decay == "cosine":
         (again,) = engine.fork(name, f"{name}-jump", 8, epochs=6)["warnings"]
-        assert again.startswith(said.partition(" and is ")[0]) and f"warning: {again}" in engine.said(f"{name}-jump")
+        assert again.startswith(said.partition(" to ")[0]) and f"warning: {again}" in engine.said(f"{name}-jump")
 
 
 def _rates(engine: Any, name: str) -> list[float]:
