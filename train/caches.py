@@ -1,7 +1,7 @@
-"""Where libraries keep what they compile and download: folders for a user who has no name, no home or none to write in.
+"""Cache folders of libraries, for a user without a name or without a writable home folder.
 
-torch's compiler asks for the user's name, Triton, matplotlib and the Hugging Face libraries for the home folder. What
-lies in such a folder is executed, so another user must not be able to make it first. For Python 3.8 too.
+torch's compiler needs the user's name; Triton, matplotlib and the Hugging Face libraries need the home folder. Files in
+such folders are executed, so another user must not be able to create them first. Also runs on Python 3.8.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ _IN_HOME = {
     "MPLCONFIGDIR": ".config/matplotlib", "CUDA_CACHE_PATH": ".nv/ComputeCache",
     "HF_HOME": ".cache/huggingface", "TORCH_HOME": ".cache/torch",
 }  # fmt: skip
-"""Maps the variable of a cache to the folder that a library takes in the home folder without it."""
+"""Maps the variable of a cache to the library's default folder inside the home folder."""
 _READ_ALONE = ("HF_HOME", "TORCH_HOME", "MPLCONFIGDIR")
-"""Those that are of use where they can only be read: downloads and settings."""
+"""Variables of caches that are useful even if read-only: downloads and settings."""
 
 
 def user_name(environ: Mapping[str, str]) -> str:
-    """The user's name, as Python's getpass finds it; '': there is none."""
+    """Return the user's name, as Python's getpass finds it; '': there is none."""
     named = next((environ[name] for name in ("LOGNAME", "USER", "LNAME", "USERNAME") if environ.get(name)), "")
     with contextlib.suppress(KeyError):
         return named or pwd.getpwuid(os.getuid()).pw_name
@@ -36,7 +36,7 @@ def user_name(environ: Mapping[str, str]) -> str:
 
 
 def home(environ: Mapping[str, str]) -> Path | None:
-    """The user's home folder; None: there is none."""
+    """Return the user's home folder; None: there is none."""
     with contextlib.suppress(KeyError, OSError):
         given = Path(environ["HOME"] if "HOME" in environ else pwd.getpwuid(os.getuid()).pw_dir)
         return given if given.is_absolute() and given.is_dir() else None
@@ -44,7 +44,7 @@ def home(environ: Mapping[str, str]) -> Path | None:
 
 
 def inductor(environ: Mapping[str, str]) -> Path | None:
-    """The folder of torch's compiler without a variable of ours; None: it has none, for the user has no name."""
+    """Return the cache folder of torch's compiler as torch chooses it; None: the user has no name."""
     if environ.get(INDUCTOR):
         return Path(environ[INDUCTOR])
     name = re.sub(r'[\\/:*?"<>|]', "_", user_name(environ))  # as torch writes it
@@ -53,9 +53,9 @@ def inductor(environ: Mapping[str, str]) -> Path | None:
 
 
 def missing(environ: Mapping[str, str]) -> dict[str, str]:
-    """The variables that a process needs so that libraries find a name, a home and folders that are this user's alone.
+    """Return the variables to set so that libraries find a name, a home and private folders.
 
-    Empty where nothing is missing. Folders are left out where there is no place for them.
+    Empty if nothing is missing. Leaves out folders if there is no safe place for them.
     """
     names = {} if user_name(environ) else dict.fromkeys(("USER", "LOGNAME"), f"uid{os.getuid()}")
     wanted = lacking(environ)
@@ -69,13 +69,13 @@ def missing(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def provide() -> None:
-    """Set in this process, and so in those that it starts, what is `missing`."""
+    """Set the `missing` variables in this process, and so in those it starts."""
     with contextlib.suppress(OSError):
         os.environ.update(missing(os.environ))
 
 
 def lacking(environ: Mapping[str, str]) -> list[str]:
-    """The variables of folders that this user lacks, or that another user could write."""
+    """Return the variables of folders that this user lacks or that another user could write."""
     folder, compiled = home(environ), inductor(environ)
     found = []
     if not environ.get(INDUCTOR) and (compiled is None or (os.path.lexists(str(compiled)) and not is_own(compiled))):
@@ -90,7 +90,7 @@ def lacking(environ: Mapping[str, str]) -> list[str]:
 
 
 def has_place() -> bool:
-    """Whether there is a place for folders of this user's alone."""
+    """Whether there is a safe place for private folders."""
     above = _temporary()
     with contextlib.suppress(OSError):
         return above is not None and _is_safe(above) and os.access(str(above), os.W_OK | os.X_OK)
@@ -98,9 +98,9 @@ def has_place() -> bool:
 
 
 def private_folder() -> Path | None:
-    """A folder of this user's alone for caches, made where there is none; None: there is no place for one.
+    """Return a private folder for caches, created if necessary; None: there is no safe place for one.
 
-    Its name is the same each time, so that what was compiled is found again, unless another user has taken it.
+    Its name is always the same, so that compiled files are found again, unless another user has taken that name.
     """
     above = _temporary()
     if above is None:
@@ -122,21 +122,21 @@ def _other_folder() -> Path:
 
 
 def _is_safe(above: Path) -> bool:
-    """Whether no other user can swap what is in this folder."""
+    """Whether no other user can replace files in this folder."""
     found = above.stat()
     is_closed = not found.st_mode & 0o022 or bool(found.st_mode & stat.S_ISVTX)
     return is_closed and found.st_uid in (0, os.getuid())
 
 
 def _temporary() -> Path | None:
-    """Where temporary files go; None: there is no such place."""
+    """Return the folder for temporary files; None: there is none."""
     with contextlib.suppress(OSError):
         return Path(tempfile.gettempdir())
     return None
 
 
 def is_own(folder: Path) -> bool:
-    """Whether this is a folder of this user, and no link to one, into which not everybody can write."""
+    """Whether this is a folder, not a link, that belongs to this user and is not writable for everyone."""
     with contextlib.suppress(OSError):
         found = folder.lstat()
         return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o002
@@ -144,7 +144,7 @@ def is_own(folder: Path) -> bool:
 
 
 def can_write(folder: Path) -> bool:
-    """Whether this folder can be written, or made."""
+    """Whether this folder can be written or created."""
     while not os.path.lexists(str(folder)) and folder != folder.parent:
         folder = folder.parent
     return folder.is_dir() and os.access(str(folder), os.W_OK | os.X_OK)

@@ -1,10 +1,10 @@
-"""Named points at which a test can kill, stall or fail this process. Free when off: one comparison with None.
+"""Named points at which a test can kill, stall or fail this process. When off, a point costs one comparison with None.
 
     TRAIN_FAULT="save.renamed:2:kill" train run …
 
-kills the process by SIGKILL at the second passage of that point. What can happen there: `kill` (the default), `stop`
-(SIGSTOP, which looks like a hang), `error` (an OSError, as of a disk that fails). With `@R` after the point only rank
-R does it. docs/reliability.md lists the points.
+kills the process by SIGKILL at the second passage of that point. The actions are `kill` (the default), `stop` (SIGSTOP,
+which looks like a hang) and `error` (an OSError, as from a failing disk). `@R` after the point limits it to rank R.
+docs/reliability.md lists the points.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ POINTS = (
     "save.published", "prune.renamed", "prune.removed", "snapshot.begin", "snapshot.written", "snapshot.sealed",
     "digest", "finish", "finished", "decided",
 )  # fmt: skip
-"""Every point, in the order of a run. At `digest` weights are about to be hashed, by all ranks where each has a part.
-At the last one, the supervisor's, how the run ended is decided and not yet written down."""
+"""All points, in the order of a run. At `digest` the weights are about to be hashed, by all ranks if they are sharded.
+`decided` is in the supervisor: the end of the run is decided but not yet recorded."""
 
 _armed: dict[str, tuple[int, str]] | None = None
 
 
 def arm(text: str | None, rank: int) -> None:
-    """Set the faults that TRAIN_FAULT describes, several parted by commas: POINT[@RANK][:COUNT[:WHAT]].
+    """Set the faults of TRAIN_FAULT, separated by commas: POINT[@RANK][:COUNT[:WHAT]].
 
     Raises:
         ValueError: a point is unknown.
@@ -38,14 +38,14 @@ def arm(text: str | None, rank: int) -> None:
         count, _, what = rest.partition(":")
         point, _, only = place.partition("@")
         if point not in POINTS:
-            raise ValueError(f"TRAIN_FAULT: there is no point {point}; there are {', '.join(POINTS)}")
+            raise ValueError(f"TRAIN_FAULT: there is no point {point}; use one of {', '.join(POINTS)}")
         if not only or int(only) == rank:
             found[point] = (int(count or 1), what or "kill")
     _armed = found or None
 
 
 def here(point: str) -> None:
-    """Pass a point."""
+    """Pass a point, and fail there if a fault is set."""
     if _armed is None or point not in _armed:
         return
     left, what = _armed[point]

@@ -1,7 +1,7 @@
-"""The GPUs of this machine, by NVML (nvidia-ml-py); none where the library or its package is missing.
+"""The GPUs of this machine, by NVML (nvidia-ml-py); no GPUs if the library or its package is missing.
 
-torch is asked for what it may compute on (parallel/devices), and the doctor, which runs on a bare Python 3.8, reads
-nvidia-smi.
+For the GPUs on which a run may compute, parallel/devices asks torch. The doctor, which runs on a plain Python 3.8,
+reads nvidia-smi.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ from typing import Any
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 ORDER, BY_BUS = "CUDA_DEVICE_ORDER", "PCI_BUS_ID"
 _AGAIN = 60.0
-"""Seconds between two times that NVML is begun anew, because a GPU does not answer or there is none."""
+"""Seconds between two restarts of NVML, if a GPU does not answer or none is found."""
 _PATIENCE = 5.0
-"""Seconds that the GPUs have to answer: a driver whose card fell off the bus may never."""
+"""Seconds the GPUs get to answer: a driver whose GPU fell off the bus may never answer."""
 REASONS = {
     "gpu_idle": 0x1, "application_clocks": 0x2, "power_cap": 0x4, "hardware": 0x8, "sync_boost": 0x10,
     "thermal": 0x20, "hardware_thermal": 0x40, "power_brake": 0x80, "display_clocks": 0x100,
 }  # fmt: skip
-"""Why a GPU's clocks are lower than they could be: names, and NVML's bits (nvmlClocksEventReasons)."""
+"""Maps reasons for reduced GPU clocks to NVML's bits (nvmlClocksEventReasons)."""
 _NO_ANSWER = frozenset({1, 2, 9, 10, 11, 15, 16, 18, 28, 999})
-"""nvmlReturn_t of a GPU that is lost, needs a reset, or whose driver has gone: uninitialized, invalid handle, driver
-not loaded, timeout, interrupt, lost, reset required, version mismatch, not found, unknown. Any other is an answer."""
+"""Values of nvmlReturn_t for a GPU that is lost, needs a reset, or has no driver: uninitialized, invalid handle, driver
+not loaded, timeout, interrupt, lost, reset required, version mismatch, not found, unknown. Others count as answers."""
 ECC = {"corrected": 0, "uncorrected": 1}
-"""nvmlMemoryErrorType_t."""
+"""Maps kinds of memory errors to nvmlMemoryErrorType_t."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Card:
-    """A GPU as a program for it is compiled: its compute capability as (major, minor), and its UUID, where known."""
+    """A GPU: its name, its compute capability as (major, minor), and its UUID, if known."""
 
     name: str
     capability: tuple[int, int]
@@ -47,44 +47,45 @@ class Card:
 
 @dataclasses.dataclass
 class GpuState:
-    """A GPU at one moment. What it does not tell is None."""
+    """The state of a GPU at one moment. Unknown values are None."""
 
     number: int
     uuid: str
     name: str
     answers: bool = False
-    """False: it was there before, and is gone, or gives no answer."""
+    """False: the GPU is gone, or does not answer."""
     use: float | None = None
-    """From 0 to 1."""
+    """Utilisation, from 0 to 1."""
     memory_used: float | None = None
-    """Bytes, as the next."""
+    """Bytes."""
     memory_size: float | None = None
+    """Bytes."""
     celsius: float | None = None
     celsius_slowdown: float | None = None
-    """Where it begins to slow itself down."""
+    """Temperature at which the GPU slows itself down."""
     watts: float | None = None
     watts_limit: float | None = None
     ecc: dict[str, float] = dataclasses.field(default_factory=dict)
-    """Errors of its memory since it was made, by kind."""
+    """Maps kinds of memory errors to their number over the life of the GPU."""
     reasons: int | None = None
     """Bits of REASONS."""
     processes: dict[int, float] = dataclasses.field(default_factory=dict)
-    """Bytes that processes have there, by the host's process ids."""
+    """Maps process ids of the host to the bytes of GPU memory that they use."""
 
 
 def number_by_bus() -> None:
-    """Let CUDA number the GPUs as NVML does, unless CUDA_DEVICE_ORDER is set.
+    """Make CUDA number the GPUs as NVML does, unless CUDA_DEVICE_ORDER is set.
 
-    By itself CUDA begins with the fastest (CUDA C++ Programming Guide, "CUDA Environment Variables"). Read when the
-    driver is opened.
+    By default CUDA starts with the fastest GPU (CUDA C++ Programming Guide, "CUDA Environment Variables"). The variable
+    is read when the driver is opened.
     """
     os.environ.setdefault(ORDER, BY_BUS)
 
 
 def cards() -> list[Card]:
-    """All GPUs of this machine, in NVML's order. A process may fork after it."""
+    """Return all GPUs of this machine, in NVML's order. The process may still fork afterwards."""
     found = []
-    with contextlib.suppress(Exception):  # NVML has errors of its own for everything
+    with contextlib.suppress(Exception):  # NVML raises its own errors
         import pynvml
 
         pynvml.nvmlInit()
@@ -98,9 +99,9 @@ def cards() -> list[Card]:
 
 
 def seen_here() -> list[Card]:
-    """The cards that CUDA_VISIBLE_DEVICES names, in its order, by number or UUID; all of them where it names none.
+    """Return the GPUs in CUDA_VISIBLE_DEVICES, in its order, by number or UUID; all GPUs if none is recognised.
 
-    A slice's UUID (MIG-…) does not name its card, and in another order than NVML's no number does.
+    The UUID of a MIG slice (MIG-…) does not identify its GPU. Numbers do so only in NVML's order.
     """
     every, names = cards(), os.environ.get(VISIBLE, "").replace(" ", "").split(",")
     by_number = os.environ.get(ORDER, BY_BUS) == BY_BUS
@@ -109,19 +110,19 @@ def seen_here() -> list[Card]:
 
 
 def process_of(number: int, lock: Path, processes: dict[int, float]) -> int | None:
-    """Which of the processes on a GPU a rank is; None where that cannot be seen from here.
+    """Return the host's process id of a rank that uses a GPU; None if it cannot be found from here.
 
-    NVML has the host's process ids, which mean nothing inside a container. Seen from the host, the id that a rank in a
-    container knows is the last of its `NSpid` (proc(5)); processes of other containers may have the same, and the ranks
-    of a run alone hold its lock open.
+    NVML reports process ids of the host, which differ inside a container. On the host, the last value of a process's
+    `NSpid` (proc(5)) is its id in its container. Processes of other containers may have the same value, but only the
+    ranks of a run hold its lock open.
 
     Args:
-        number: the process id of the rank, as the rank knows it.
-        lock: the file `lock` of its run.
-        processes: by process ids of the host.
+        number: Process id of the rank in its own namespace.
+        lock: The file `lock` of its run.
+        processes: Processes on the GPU, by process ids of the host.
     """
     for pid in processes if sees_host_ids() else ():
-        with contextlib.suppress(OSError):  # it has ended meanwhile, or is another user's
+        with contextlib.suppress(OSError):  # it has ended meanwhile, or belongs to another user
             folder = Path("/proc") / str(pid)
             is_its = re.search(rf"^NSpid:.*\s{number}$", (folder / "status").read_text(errors="replace"), re.MULTILINE)
             if is_its and any(file.samefile(lock) for file in (folder / "fd").iterdir()):
@@ -130,14 +131,14 @@ def process_of(number: int, lock: Path, processes: dict[int, float]) -> int | No
 
 
 def sees_host_ids() -> bool:
-    """Whether process ids here are the host's: its namespace has a number of its own (PROC_PID_INIT_INO)."""
+    """Whether process ids here are those of the host, whose namespace has a fixed inode (PROC_PID_INIT_INO)."""
     with contextlib.suppress(OSError):
         return Path("/proc/self/ns/pid").stat().st_ino == 0xEFFFFFFC
     return False
 
 
 class Gpus:
-    """Looks at the GPUs again and again. One that is gone stays in the list, without an answer."""
+    """Reads the GPUs repeatedly. A GPU that is gone stays in the list with `answers` False."""
 
     def __init__(self) -> None:
         self._nvml: Any = None
@@ -148,9 +149,9 @@ class Gpus:
         self._asking: threading.Thread | None = None
 
     def read(self) -> list[GpuState]:
-        """All that have been seen, in their order; those that answer, with their figures.
+        """Return all GPUs seen so far, in order, with values for those that answer.
 
-        Those that were seen before count as gone where the driver does not come back. It is waited for once.
+        If the driver does not return in time, all GPUs count as gone. Later calls do not wait for it again.
         """
         if self._asking is None or not self._asking.is_alive():
             self._asking = threading.Thread(target=self._ask, daemon=True)
@@ -161,7 +162,7 @@ class Gpus:
         return self._last
 
     def _ask(self) -> None:
-        """In a thread of its own: every call of NVML may be one that does not return."""
+        """Read the GPUs. Runs in a separate thread, because a call of NVML may never return."""
         found = self._read()
         if (not found or not all(gpu.answers for gpu in found)) and time.monotonic() - self._begun >= _AGAIN:
             self._begin()
@@ -170,7 +171,7 @@ class Gpus:
 
     def _begin(self) -> None:
         self._begun, self._handles = time.monotonic(), {}
-        with contextlib.suppress(Exception):  # NVML has errors of its own for everything
+        with contextlib.suppress(Exception):  # NVML raises its own errors
             import pynvml
 
             if self._nvml is not None:
@@ -196,7 +197,7 @@ class Gpus:
         try:
             memory = nvml.nvmlDeviceGetMemoryInfo(handle)
             gpu.memory_used, gpu.memory_size = float(memory.used), float(memory.total)
-        except Exception as error:  # one without a number is not NVML's: the library itself does not work
+        except Exception as error:  # an error without a value is not from NVML: the library does not work
             if getattr(error, "value", 999) in _NO_ANSWER:
                 return gpu
         gpu.answers = True
@@ -208,7 +209,7 @@ class Gpus:
         gpu.watts = _asked(lambda: nvml.nvmlDeviceGetPowerUsage(handle) / 1000)
         gpu.watts_limit = _asked(lambda: nvml.nvmlDeviceGetEnforcedPowerLimit(handle) / 1000)
         for kind, number in ECC.items():
-            # 1: since it was made (nvmlEccCounterType_t)
+            # 1: over the life of the GPU (nvmlEccCounterType_t)
             count = _asked(functools.partial(nvml.nvmlDeviceGetTotalEccErrors, handle, number, 1))
             if count is not None:
                 gpu.ecc[kind] = count
@@ -222,7 +223,7 @@ class Gpus:
 
 
 def _asked(ask: Callable[[], Any]) -> float | None:
-    """The answer; None where this GPU has no such thing."""
+    """Return the answer; None if this GPU does not support the question."""
     with contextlib.suppress(Exception):
         return float(ask())
     return None

@@ -1,12 +1,11 @@
-"""A module of this package as a program of its own, whatever lies in the current folder.
+"""Runs a module of this package as a program, independent of the files in the current folder.
 
     python -P …/train/module_runner.py MODULE [ARGS…]
-    python -P -m train.module_runner MODULE [ARGS…]           where another machine's Python knows where the package is
+    python -P -m train.module_runner MODULE [ARGS…]           if Python finds the package by itself
 
-`python -m` looks in the current folder first, where a train.py of the user's would be executed in place of this
-package, and a profile.py or select.py in place of Python's. Here the package is the one that this file belongs to, and
-the current folder comes last, for what users' own files import. What lies beside a task comes first once the task is
-loaded (tasks/__init__.py).
+`python -m` searches the current folder first. There a user's train.py would be executed instead of this package, and a
+profile.py or select.py instead of Python's. This module uses the package that contains this file and searches the
+current folder last, for imports of users' files. When a task is loaded, its folder comes first (tasks/__init__.py).
 """
 
 from __future__ import annotations
@@ -19,26 +18,26 @@ from pathlib import Path
 
 
 def command(module: str, *arguments: str) -> list[str]:
-    """The command line that executes a module of this package."""
+    """Return the command that executes a module of this package."""
     return [sys.executable, "-P", __file__, module, *arguments]
 
 
 def take_package() -> None:
-    """Import this package, from where this file lies."""
+    """Import the package that contains this file."""
     root = str(Path(__file__).parents[1])
     sys.path.insert(0, root)
-    importlib.import_module("train")  # from here on its modules are found through itself
+    importlib.import_module("train")  # from now on its modules are found through the package
     sys.path.remove(root)
 
 
 def add_current_folder() -> None:
-    """Let the current folder come last where modules are searched for."""
+    """Add the current folder at the end of the search path for modules."""
     if not os.environ.get("PYTHONSAFEPATH"):
         sys.path.append(os.getcwd())
 
 
 def main() -> None:
-    """Execute the module that the first argument names, with the others as its own."""
+    """Execute the module named by the first argument, with the remaining arguments."""
     take_package()
     add_current_folder()
     del sys.argv[0]

@@ -1,4 +1,4 @@
-"""Signals that ask for a stop. Imports nothing heavy: handlers stand before torch is loaded."""
+"""Signals that request a stop. Imports nothing heavy: handlers are set before torch is loaded."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from collections.abc import Iterable
 from typing import NoReturn
 
 POLITE = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
-"""Each of them asks a run to save and to stop. The handler only notes it: saving happens between two steps."""
+"""Each of these signals asks a run to save and stop. The handler only notes that: the run saves between two steps."""
 
 USER, KEEPER, SIGNAL, CTRL_C = "user", "keeper", "signal", "ctrl-c"
-"""Who asked for a stop, as run.json has it under `stopped_by`: `train stop`; the keeper, which will continue the run; a
-signal, of a service manager for example; a second Ctrl-C. What a user wanted rests until he wants it otherwise."""
+"""Who requested a stop, in run.json's `stopped_by`: `train stop`; the keeper, which will resume the run; a signal, for
+example from a service manager; a second Ctrl-C. A run that its user stopped is not resumed automatically."""
 _SAME = 0.25
-"""Seconds within which two SIGINT are one Ctrl-C: timeout(1) sends it to a process and then to its whole group."""
+"""Seconds within which two SIGINT count as one Ctrl-C: timeout(1) signals a process and then its whole group."""
 
 
 class StopRequest:
@@ -28,11 +28,11 @@ class StopRequest:
     def __init__(self, signals: Iterable[signal.Signals] = POLITE) -> None:
         self.asked = False
         self.by = ""
-        """Who asked: USER, KEEPER, SIGNAL or CTRL_C."""
+        """Who requested it: USER, KEEPER, SIGNAL or CTRL_C."""
         self.reason = ""
-        """How, in words."""
+        """What requested it, as text."""
         self.now = False
-        """Whether nothing is to be saved."""
+        """Whether to stop without saving."""
         self.interrupts = 0
         """How often Ctrl-C was typed."""
         self._interrupted = -_SAME
@@ -40,7 +40,7 @@ class StopRequest:
             signal.signal(number, self.note)
 
     def note(self, number: int, frame: object) -> None:
-        """The handler."""
+        """Handle a signal."""
         is_new = number == signal.SIGINT and time.monotonic() - self._interrupted > _SAME
         self.interrupts += is_new
         self.ask(SIGNAL, signal.Signals(number).name)
@@ -48,7 +48,7 @@ class StopRequest:
             self._interrupted = time.monotonic()
 
     def ask(self, by: str, reason: str, now: bool = False) -> None:
-        """Ask for a stop. Who asks last is who has asked, but for what must be at once."""
+        """Request a stop. The last request counts, except that a request to stop at once stays."""
         if not self.now or now:
             self.by, self.reason = by, reason
         self.now |= now
@@ -56,11 +56,11 @@ class StopRequest:
 
 
 _mask = threading.local()
-"""The signals that the thread which forks had blocked before."""
+"""The signals that the forking thread had blocked before."""
 
 
 def _before_fork() -> None:
-    """Hold SIGTERM back until the fork is ready for it: one that came before would be lost there."""
+    """Block SIGTERM until the fork is ready for it: an earlier one would be lost there."""
     _mask.before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
 
 
@@ -69,31 +69,31 @@ def _after_fork_in_parent() -> None:
 
 
 def _after_fork_in_child() -> None:
-    """In a fork of the task's own: multiprocessing ends its processes with SIGTERM, and waits until they have ended."""
+    """Restore SIGTERM in a task's own fork: multiprocessing ends processes with SIGTERM and waits for them."""
     if isinstance(getattr(signal.getsignal(signal.SIGTERM), "__self__", None), StopRequest):
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_SETMASK, _mask.before)
 
 
-# not in the handler: Python runs it too late for a process that is about to wait for a lock
+# not in the signal handler, which Python runs too late for a process that is about to wait for a lock
 os.register_at_fork(before=_before_fork, after_in_parent=_after_fork_in_parent, after_in_child=_after_fork_in_child)
 
 
 def end_with_parent(parent: int) -> None:
-    """Let the kernel end this process when the one that forked it dies (prctl(2), PR_SET_PDEATHSIG)."""
+    """Make the kernel kill this process when its parent dies (prctl(2), PR_SET_PDEATHSIG)."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)
-    if os.getppid() != parent:  # it was gone before the line above
+    if os.getppid() != parent:  # the parent died before prctl
         os.kill(os.getpid(), signal.SIGKILL)
 
 
 def leave(code: int) -> NoReturn:
-    """End this process at once, with what it has printed.
+    """End this process at once, after flushing its output.
 
-    Not sys.exit: a process group whose peers are gone can hang in its destructor, loader workers ignore the SIGTERM of
-    Python's own clean-up, and a thread that comes back from torch's store by then aborts the process.
+    Not by sys.exit: a process group can hang in its destructor if other ranks are gone, data workers ignore the SIGTERM
+    of Python's cleanup, and a thread that then returns from torch's store aborts the process.
     """
-    with contextlib.suppress(OSError, ValueError):  # a log on a disk that fails
+    with contextlib.suppress(OSError, ValueError):  # the log may be on a failing disk
         sys.stdout.flush()
         sys.stderr.flush()
     os._exit(code)

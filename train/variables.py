@@ -1,7 +1,7 @@
-"""Environment variables of libraries, read as those libraries read them. For Python 3.8 too; imports no torch.
+"""Environment variables of libraries, parsed as the libraries do. Also runs on Python 3.8; imports no torch.
 
-gloo and NCCL both take names of interfaces, each in a language of its own: torch's ProcessGroupGloo and gloo's
-tcp/device.cc, NCCL's misc/socket.cc and misc/utils.cc.
+gloo and NCCL both take names of interfaces, each with its own syntax: see torch's ProcessGroupGloo and gloo's
+tcp/device.cc, and NCCL's misc/socket.cc and misc/utils.cc.
 """
 
 from __future__ import annotations
@@ -19,32 +19,35 @@ from train.errors import Refused
 
 GLOO, NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
 _SIOCGIFADDR = 0x8915
-"""Asks for the address of an interface (netdevice(7))."""
+"""The ioctl that returns the address of an interface (netdevice(7))."""
 _LONGEST = 15
-"""Bytes of the name of an interface."""
+"""Maximum number of bytes of an interface's name."""
 _LEVELS = ("OFF", "INFO", "DETAIL")
-"""What TORCH_DISTRIBUTED_DEBUG takes."""
+"""Values of TORCH_DISTRIBUTED_DEBUG."""
 
 
 def gloo_names(text: str) -> list[str]:
-    """The interfaces that gloo looks for: whole names. A value of one character is ignored."""
+    """Return the interfaces that gloo looks for, by whole names. gloo ignores a value of one character."""
     names = text.split(",")
     return [] if len(text) < 2 else names[:-1] if not names[-1] else names
 
 
 def gloo_problem(text: str) -> str:
-    """Why gloo cannot use this value, as the end of a sentence; '' where it can."""
+    """Return why gloo cannot use this value, as the end of a message; '' if it can."""
     wrong = [name for name in gloo_names(text) if not has_address(name)]
     if not wrong:
         return ""
     if any(sign in text for sign in "^= "):
-        return "gloo takes whole names with commas, no ^, = or prefix (those are NCCL's)"
-    return f"gloo takes whole names, and no interface here is called {wrong[0]!r} and has an address"
+        return "gloo takes whole names separated by commas, without ^, = or prefixes (only NCCL takes those)"
+    return f"gloo takes whole names, but no interface {wrong[0]!r} with an address exists here"
 
 
 def nccl_takes(text: str, interface: str) -> bool:
-    """Whether NCCL takes this interface: beginnings of names with commas; `^` before all: none of them; `=`: whole
-    names. A port after a colon concerns other connections. A value of one character is ignored."""
+    """Whether NCCL uses this interface.
+
+    The value has prefixes of names, separated by commas. A leading `^` excludes them, `=` means whole names. A port
+    after a colon matters only for other connections. NCCL ignores a value of one character.
+    """
     if len(text) < 2:
         return True
     is_inverted = text.startswith("^")
@@ -57,20 +60,20 @@ def nccl_takes(text: str, interface: str) -> bool:
 
 
 def nccl_problem(text: str) -> str:
-    """Why NCCL cannot use this value, as the end of a sentence; '' where it can."""
+    """Return why NCCL cannot use this value, as the end of a message; '' if it can."""
     if any(nccl_takes(text, name) for name in interfaces()):
         return ""
-    return "NCCL takes beginnings of names, =NAME for a whole one and ^NAME for all others, and here that leaves none"
+    return "NCCL takes prefixes of names, =NAME (a whole name) or ^NAME (all others), but no interface here matches"
 
 
 def interfaces() -> list[str]:
-    """The interfaces of this machine that have an address, those of other machines' networks first."""
+    """Return the interfaces of this machine that have an address, the loopback last."""
     names = [name for _, name in socket.if_nameindex() if has_address(name)]
     return sorted(names, key=lambda name: name == "lo")
 
 
 def has_address(name: str) -> bool:
-    """Whether there is an interface of exactly this name with an address."""
+    """Whether an interface of exactly this name exists and has an address."""
     if not 0 < len(name.encode()) <= _LONGEST:
         return False
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as one:
@@ -83,27 +86,27 @@ def has_address(name: str) -> bool:
 
 
 def keep_gloo_at_home(environ: MutableMapping[str, str]) -> str:
-    """Let the ranks of one machine meet over its loopback where no other interface is named that gloo can use.
+    """Make the ranks of one machine connect over its loopback, unless the user has set an interface that gloo can use.
 
-    A host whose own name resolves to nothing reachable is common; its loopback always is. Returns a warning where the
-    user has named another one; else ''.
+    Many machines cannot reach the address of their own name, but all reach their loopback. Returns a warning if the
+    user has set an unusable interface; else ''.
     """
     text = environ.get(GLOO, "")
     problem = gloo_problem(text)
     if (gloo_names(text) and not problem) or not has_address("lo"):
         return ""
     environ[GLOO] = "lo"
-    return f"{GLOO} is {text}; {problem}; the ranks are on one machine, and meet over lo" if problem else ""
+    return f"{GLOO} is {text}; {problem}; the ranks of this machine connect over lo" if problem else ""
 
 
 def check_gloo(environ: Mapping[str, str], interface: str = "") -> None:
-    """Refuse a value with which no run on several machines can begin.
+    """Refuse a value with which no run on several machines can start.
 
     Args:
-        interface: the one that leads to the others; '': it is not known.
+        interface: The interface that leads to the other machines; '': unknown.
 
     Raises:
-        Refused: there is one.
+        Refused: GLOO_SOCKET_IFNAME has such a value.
     """
     if problem := gloo_problem(environ.get(GLOO, "")):
         raise Refused(f"{GLOO} is {environ[GLOO]}; {problem}; try: {remedy(GLOO, interface)}")
@@ -113,21 +116,21 @@ def check_torch(environ: Mapping[str, str]) -> None:
     """Refuse a value with which torch cannot be imported.
 
     Raises:
-        Refused: there is one.
+        Refused: TORCH_DISTRIBUTED_DEBUG has such a value.
     """
     level = environ.get("TORCH_DISTRIBUTED_DEBUG", "")
     if level and level.upper() not in _LEVELS:
-        raise Refused(f"TORCH_DISTRIBUTED_DEBUG is {level}, and torch takes {', '.join(_LEVELS)}; set one, or unset it")
+        raise Refused(f"TORCH_DISTRIBUTED_DEBUG is {level}; set it to one of {', '.join(_LEVELS)}, or unset it")
 
 
 def remedy(variable: str, interface: str = "") -> str:
-    """What to type instead."""
+    """Return the command that sets a usable value."""
     name = interface or next(iter(interfaces()), "lo")
     return f"export {variable}={'=' if variable == NCCL else ''}{name}"
 
 
 _OF_SETTINGS = (
-    (r"Unable to find address for: ", GLOO, "gloo takes whole names with commas, no ^, = or prefix"),
+    (r"Unable to find address for: ", GLOO, "gloo takes whole names separated by commas, without ^, = or prefixes"),
     (r"[Nn]o socket interface found|Bootstrap : no .*interface", NCCL, "NCCL finds no such interface"),
     (r"unsupported gloo device", "GLOO_DEVICE_TRANSPORT", "this torch has no such transport; unset it"),
     (
@@ -138,11 +141,11 @@ _OF_SETTINGS = (
     (r"nvalid value for (?:the )?environment variable:? *(?P<name>[A-Z][A-Z0-9_]+)", "", "torch cannot read that"),
     (r"environment variable (?P<name>[A-Z_]+) expected, but not set", "", "torchrun sets it"),
 )
-"""What messages have in them that follow from a variable alone, its name, and what is wrong with it."""
+"""Messages that only a variable causes: a pattern, the variable's name, and what is wrong with it."""
 
 
 def behind(message: str, environ: Mapping[str, str] = os.environ) -> str:
-    """Which variable an error follows from, and what to set; '' where it follows from none."""
+    """Return which variable causes an error, and what to set; '' if none does."""
     for pattern, variable, why in _OF_SETTINGS:
         if found := re.search(pattern, message):
             name = variable or found["name"]

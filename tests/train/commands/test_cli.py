@@ -381,7 +381,7 @@ def test_what_cannot_be_written_is_said_in_one_line_or_not_at_all(finished: Stat
         )
         return done.returncode, done.stderr
 
-    full = "train: No space left on device; free some room on the disk that it goes to\n"
+    full = "train: No space left on device; free space on that disk\n"
     assert ended(f"{command} >/dev/full") == (2, full)
     assert ended(f"{command} >/dev/full 2>&1") == (2, "")
     assert ended("show nope 2>/dev/full") == (2, "")
