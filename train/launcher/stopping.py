@@ -40,7 +40,7 @@ def stop(run: Run, now: bool) -> tuple[int, str]:
         attempts.record_end(run, states.STOPPED, reason, signals.USER)
     except OSError as error:
         problem = f"{run.name} has ended, but that cannot be written into its folder ({error.strerror})"
-        raise Refused(f"{problem}; mend that, then: train stop {run.name} (or a keeper resumes it)") from None
+        raise Refused(f"{problem}; fix that, then: train stop {run.name} (or a keeper resumes it)") from None
     finally:
         lock.release()
     return how_it_stands(run.read_effective())

@@ -217,7 +217,7 @@ def attach(run: Run) -> None:
     if not session or not run.alive() or not _has_session(run.folder.parent, session):
         raise Refused(f"{run.name} has no terminal now ({run.state()}); see its output: train logs {run.name}")
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
-        raise Refused(f"this is no terminal, so use ssh -t, or: train logs {run.name} --follow")
+        raise Refused(f"train attach needs a terminal; over ssh use ssh -t, or: train logs {run.name} --follow")
     environ = {key: value for key, value in os.environ.items() if key != "TMUX"}
     command = tmux(run.folder.parent, "attach-session", "-t", f"={session}")
     os.execvpe(command[0], command, environ)
