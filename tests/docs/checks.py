@@ -52,7 +52,6 @@ NOT_YET = {
     # --
     # --
     # --
-    "docs/scripts.md",
     # --
     "docs/security.md",
     # --
@@ -61,7 +60,6 @@ NOT_YET = {
     "docs/strategies.md",
     # --
     # --
-    "docs/troubleshooting.md",
     # --
 }
 """Pages that are not checked yet, nor links to them. Their owners remove them."""
