@@ -45,7 +45,6 @@ NOT_YET = {
     "docs/gpu.md",
     # --
     # --
-    "docs/observe.md",
     # --
     # --
     "docs/recipes.md",
