@@ -7,6 +7,7 @@ cluster, in the claim for runs. The local run folder records what was submitted.
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import posixpath
 import re
@@ -44,16 +45,16 @@ __all__ = ["SCRIPT", "check", "jobs", "logs", "options", "place", "remove", "ren
 
 def options(parser: Any) -> None:
     """Add the options that only Kubernetes has."""
-    add = parser.add_argument
-    add("--namespace", metavar="NS", help=f"Kubernetes: where the run goes ({NAMESPACE})")
-    add("--kube-context", metavar="NAME", help="Kubernetes: which cluster, by kubectl's name; default: its current one")
-    add("--runs-claim", metavar="NAME", help=f"Kubernetes: volume claim for run folders ({RUNS_CLAIM})")
-    add("--data-claim", metavar="NAME", help=f"Kubernetes: volume claim for /datasets ({DATA_CLAIM})")
-    add("--shm", metavar="SIZE", help=f"Kubernetes: shared memory of each node, part of its --mem ({SHM})")
-    add("--queue", metavar="NAME", help="Kubernetes: local queue of Kueue that starts the run; default: none")
-    add("--env", metavar="A=B,...", help="Kubernetes: more environment for each node, such as NCCL_DEBUG=INFO")
-    text = "Kubernetes: environment from Secrets: the key A of SECRET, or A=SECRET/KEY"
+    add = functools.partial(parser.add_argument, section="options of --on kubernetes")
+    add("--namespace", metavar="NS", help=f"Namespace of the run. Default: {NAMESPACE}.")
+    add("--runs-claim", metavar="NAME", help=f"Volume claim for the run folders. Default: {RUNS_CLAIM}.")
+    add("--data-claim", metavar="NAME", help=f"Volume claim for /datasets. Default: {DATA_CLAIM}.")
+    add("--shm", metavar="SIZE", help=f"Shared memory of each node, part of its --mem. Default: {SHM}.")
+    add("--env", metavar="A=B,...", help="Environment variables for each node, such as NCCL_DEBUG=INFO.")
+    text = "Environment variables from Secrets: the key A of SECRET, or A=SECRET/KEY."
     add("--env-from", metavar="A=SECRET,...", help=text)
+    add("--queue", metavar="NAME", help="Local queue of Kueue that starts the run. Default: none.")
+    add("--kube-context", metavar="NAME", help="Context of kubectl, which names the cluster. Default: the current one.")
 
 
 def check(asked: Submission) -> None:

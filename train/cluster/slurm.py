@@ -7,6 +7,7 @@ submission, so it can be found by name. Slurm runs one job per name at a time.
 
 from __future__ import annotations
 
+import functools
 import re
 import shlex
 import shutil
@@ -31,11 +32,12 @@ __all__ = ["SCRIPT", "check", "jobs", "logs", "options", "place", "remove", "ren
 
 def options(parser: Any) -> None:
     """Add the options that only Slurm has."""
-    add = parser.add_argument
-    add("--partition", metavar="P", help="Slurm: the partition")
-    add("--account", metavar="A", help="Slurm: the account that is charged")
-    add("--sbatch", metavar="OPTIONS", help="Slurm: other options of sbatch, in quotes: 'qos=long exclude=n7'")
-    add("--container-by", metavar="TOOL", help="Slurm: pyxis or apptainer; default: apptainer for a .sif, else pyxis")
+    add = functools.partial(parser.add_argument, section="options of --on slurm")
+    add("--partition", metavar="P", help="Partition of the cluster.")
+    add("--account", metavar="A", help="Account that is charged.")
+    add("--sbatch", metavar="OPTIONS", help="Other options of sbatch, in quotes: 'qos=long exclude=n7'.")
+    text = "pyxis or apptainer, which starts the --container. Default: apptainer for a .sif, else pyxis."
+    add("--container-by", metavar="TOOL", help=text)
 
 
 def check(asked: Submission) -> None:

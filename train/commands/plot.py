@@ -12,7 +12,7 @@ from train.errors import EXIT_FINISHED
 
 EXAMPLES = {
     "train plot demo1 --to demo1.png": "Draw one run.",
-    "train plot 'exp-*' --to exp.svg": "Draw several runs over each other. The legend names the fields that differ.",
+    "train plot 'exp-*' --to exp.svg": "Draw several runs together. The legend names the fields that differ.",
 }
 
 

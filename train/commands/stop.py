@@ -10,7 +10,7 @@ from train.commands.options import add_name
 from train.commands.parser import Parser
 
 EXAMPLES = {
-    "train stop demo1": "Save a checkpoint, then stop. Continue later with: train resume demo1",
+    "train stop demo1": "Save, then stop. A script gets SIGTERM, and must save by itself.",
     "train stop demo1 --now": "End the run at once. The steps since the last checkpoint are lost.",
 }
 
