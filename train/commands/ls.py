@@ -39,6 +39,18 @@ EXAMPLES = {
 
 def add_arguments(parser: Parser) -> None:
     """Add the choice of runs, the columns and the order."""
+    parser.epilog = (
+        "states:\n"
+        "  created      about to start\n"
+        "  queued       waits for its cluster\n"
+        "  running      trains, or waits for other machines\n"
+        "  stopped      saved and stopped; train resume NAME continues it\n"
+        "  interrupted  its processes died; a keeper or train resume NAME continues it\n"
+        "  copy         came from elsewhere, or was copied, edited or renamed by hand;\n"
+        "               only train resume NAME continues it\n"
+        "  failed       ended by an error; train show NAME tells which\n"
+        "  finished     trained to the end"
+    )
     add = parser.add_argument
     add_names(parser, "*")
     text = f"Only runs in these states, with commas: {', '.join(states.ALL)}."

@@ -36,6 +36,13 @@ EXAMPLES = {
 
 def add_arguments(parser: Parser) -> None:
     """Add the runs and the interval."""
+    parser.epilog = (
+        "columns:\n"
+        "  WAIT      share of a step in which rank 0 waits for data\n"
+        "  LEFT      time until the last step\n"
+        "  cpu, mem  use by a rank\n"
+        "  gpu       use of the rank's GPU, and its memory (in all: of all processes)"
+    )
     add_names(parser, "*")
     parser.add_argument("--every", metavar="SECONDS", default="2", help="Seconds between two updates. Default: 2.")
     parser.add_argument("--once", action="store_true", help="Print the page once and exit, as without a terminal.")
