@@ -36,13 +36,11 @@ FILES_OF_USERS = ("docker/mine.yml",)
 NOT_YET = {
     # --
     # --
-    "docs/clusters.md",
     # --
     # --
     # --
     "docs/debugging.md",
     # --
-    "docs/gpu.md",
     # --
     # --
     # --
@@ -56,7 +54,6 @@ NOT_YET = {
     # --
     "docs/station.md",
     # --
-    "docs/strategies.md",
     # --
     # --
     # --
