@@ -23,7 +23,7 @@ FALLING = ("loss", "ema.fid", "bits_per_char")
 
 
 def commands(example: Path) -> list[list[str]]:
-    """What the first line says to run, without `train`: the last command is that of the example."""
+    """What the first line says to run, without `train`; the last command is `train launch examples/NAME.py …`."""
     line = example.read_text().splitlines()[0].partition(": ")[2]
     return [shlex.split(command)[1:] for command in line.split(" && ")]
 
