@@ -130,7 +130,8 @@ def next_command(record: Record) -> str:
     name, is_script = shlex.quote(record["name"]), bool(record.get("script"))
     watch = f"watch: train logs {name} --follow"
     resume = f"train resume {name}" + (" on each machine" if record.get("cluster") else "")
-    new_code = "" if is_script else f"; with changed code: train launch {shlex.quote(str(_code(record)))}"
+    source = record.get("task_source")
+    new_code = f"; with changed code: train launch {shlex.quote(source)}" if source and not is_script else ""
     field = "early_stopping.patience" if record.get("reason") else "epochs"
     weights = f"weights: train export {name} --to {name}.safetensors; train more: train resume {name} --{field} N"
     commands = {
