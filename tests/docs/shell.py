@@ -14,7 +14,7 @@ import psutil
 from tests.docs.pages import ROOT, Page, commands, programs
 from train.launcher import tmux
 
-PATIENCE = 300
+PATIENCE = 900
 """Seconds after which the commands of a page count as hanging. Never a measure of speed."""
 SHOWN = 6000
 """Maximum number of characters of a failed command's output that are shown."""
