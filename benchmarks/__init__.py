@@ -1,4 +1,4 @@
-"""Measurements that developers repeat, each a program of its own: `python -m benchmarks.start --times 5`.
+"""Measurements that developers repeat, each with its own program: `python -m benchmarks.start --times 5`.
 
 What users measure on their machines is in train/bench (`train bench`). The figures are in docs/benchmarks.md.
 """

@@ -1,4 +1,4 @@
-"""The same training as torch's tutorials have it: DDP, a DistributedSampler, torch.save every so many steps.
+"""The same training as in torch's tutorials: DDP, a DistributedSampler, and torch.save at an interval of steps.
 
 torchrun --max-restarts 100 --nproc-per-node 2 benchmarks/bare.py FOLDER STEPS SAVE_EVERY cpu|cuda
 """

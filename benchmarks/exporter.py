@@ -1,8 +1,7 @@
-"""`python -m benchmarks.exporter`: what a scrape by Prometheus takes of the machine.
+"""`python -m benchmarks.exporter`: what a scrape by Prometheus costs the machine.
 
-Run folders as runs leave them, of which some look alive: this process holds their locks, and their lines and signs of
-life are as long as real ones. A real exporter is asked over HTTP; its own `process_cpu_seconds_total` tells what it
-took.
+Some of the run folders look alive: this process holds their locks, and their lines and signs of life are as long as
+real ones. A real exporter answers over HTTP, and its own `process_cpu_seconds_total` is the cost.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from train.run.metrics import Training, metrics_text
 
 COUNTS = (1, 10, 200)
 EVERY = 15.0
-"""Seconds between two scrapes, as deploy/monitoring/prometheus.yml has it."""
+"""Seconds between two scrapes, as in deploy/monitoring/prometheus.yml."""
 _LINES = 2000
 _LINE: Training = {
     "step": 1, "epoch": 1, "loss": 1.6393073509479392, "lr": 0.00023285134909173388, "samples_per_s": 1533.498535,
@@ -36,7 +35,7 @@ _LINE: Training = {
 
 
 def bench(folder: Path, times: int) -> str:
-    """Measure with so many scrapes for each row. Returns a table in Markdown."""
+    """Measure with this many scrapes for each row. Returns a table in Markdown."""
     rows = [
         "| runs | ms of a processor | share of one, every 15 s | look ms | page kB | series |",
         "|---|---|---|---|---|---|",
@@ -75,7 +74,7 @@ def _put(folder: Path, state: str, held: ExitStack) -> None:
 
 
 def _asked(work: Path, times: int) -> tuple[float, float, str]:
-    """Seconds of a processor and of the clock that a scrape takes, and the last page."""
+    """Return the seconds of a processor and of the clock that a scrape takes, and the last page."""
     with _exporter(work) as url:
         _get(url)  # the first one reads what later ones know
         before, begun = _number(_get(url), "process_cpu_seconds_total"), time.perf_counter()

@@ -1,10 +1,10 @@
 """`python -m benchmarks.loop`: what a step costs beyond the model's arithmetic.
 
-The same model, loss, data, batch size and optimizer in loops as one writes them by hand (one that indexes tensors, one
-over a DataLoader), in the engine with a run folder and every default feature on, and in the trainers that are installed
-(`pip install lightning accelerate`: the extra `bench`). Each run is a process of its own with one rank and one thread.
-What is compared is CPU time, of all its threads, over stretches of some thousand steps. The least of all stretches of
-all runs: other work on the machine does not count as such, but takes caches and clock, and only ever adds.
+The same model, loss, data, batch size and optimizer are used in hand-written loops (one indexes tensors, one uses a
+DataLoader), in the engine with a run folder and every default feature on, and in the trainers that are installed (`pip
+install lightning accelerate`: the extra `bench`). Each run is one process with one rank and one thread. The figure is
+CPU time of all threads over stretches of some thousand steps, the least of all stretches of all runs: other work on the
+machine takes caches and clock, so it can only add time.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ TENSORS, LOADER, TRAIN = "a loop that indexes tensors", "a loop on DataLoader", 
 
 @dataclass(frozen=True)
 class Subject:
-    """What is trained: its name in small.py, samples of a batch, and the steps at which marks are set."""
+    """What is trained: its name in small.py, the samples of a batch, and the steps at which marks are set."""
 
     what: small.What
     batch: int
@@ -64,14 +64,15 @@ SUBJECTS = {
 
 @dataclass(frozen=True)
 class Cost:
-    """Of one run: CPU seconds a step, in each stretch, and bytes of memory that came between first and last."""
+    """Cost of one run: CPU seconds per step in each stretch, and bytes of memory added between the first and the
+    last."""
 
     seconds: list[float]
     memory: int
 
 
 def bench(folder: Path, model: str, times: int) -> str:
-    """Measure each way so many times, in turn. Returns a table in Markdown, and what is missing."""
+    """Measure each way this many times, in turn. Returns a table in Markdown, and what is missing."""
     if model not in SUBJECTS:
         raise SystemExit(f"--model {model}: choose one of {', '.join(SUBJECTS)}")
     subject = SUBJECTS[model]
@@ -101,7 +102,7 @@ def bench(folder: Path, model: str, times: int) -> str:
 
 
 def _silently(start: Callable[[], None]) -> None:
-    """Start a server of processes that has nothing to speak to, nor have they."""
+    """Start a server of processes without output; its processes have none either."""
     kept, nothing = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     os.dup2(nothing, 2)
     try:
@@ -113,7 +114,7 @@ def _silently(start: Callable[[], None]) -> None:
 
 
 def _cost(folder: Path, subject: Subject, way: str, turn: int) -> Cost:
-    """What one run of a way costs."""
+    """Return the cost of one run of a way."""
     marks = folder / "marks.json"
     settings = small.Settings(subject.what, subject.first, subject.stride, subject.marks, str(marks))
     if way == TRAIN:
@@ -131,7 +132,7 @@ def _cost(folder: Path, subject: Subject, way: str, turn: int) -> Cost:
 
 
 def _train(folder: Path, name: str, subject: Subject, settings: small.Settings) -> None:
-    """The way of every run: checked, recorded, trained by a rank, kept in memory on its way, saved at its end."""
+    """Do what every run does: check, record, train by a rank, keep snapshots, save at the end."""
     flags = {f"task.{key}": str(value) for key, value in vars(settings).items()}
     flags |= {"steps": str(subject.steps), "batch_size": str(subject.batch), "cpu_threads": "1"}
     prepared = checks.prepare(Request(small.__file__, flags))
@@ -151,7 +152,7 @@ def _train(folder: Path, name: str, subject: Subject, settings: small.Settings) 
 
 @dataclass(frozen=True)
 class _Parts:
-    """What every loop is given."""
+    """The objects that every loop gets."""
 
     model: torch.nn.Module
     data: Any
@@ -165,7 +166,7 @@ class _Parts:
 
 
 def _loop(way: str, subject: Subject, settings: small.Settings, folder: Path) -> None:
-    """One run of a way that is not the engine's, in a process of its own."""
+    """Run a loop that is not the engine's, in its own process."""
     log = os.open(folder / "log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(log, 1)
     os.dup2(log, 2)
@@ -180,7 +181,7 @@ def _loop(way: str, subject: Subject, settings: small.Settings, folder: Path) ->
 
 
 def _indexing(parts: _Parts) -> None:
-    """The tightest loop that one writes by hand: the data lie in memory, a batch is an index."""
+    """The tightest loop written by hand: the data are in memory, and a batch is an index."""
     inputs, classes = parts.data.tensors
     model, optimizer, done = parts.model, parts.optimizer, 0
     while True:
@@ -252,7 +253,7 @@ _TRAINERS: dict[str, tuple[str, Callable[[_Parts], None]]] = {
     "Accelerate": ("accelerate", _accelerate),
     "Lightning": ("lightning", _lightning),
 }
-"""By name: the package, and the loop as its documentation writes it; no logs, no checkpoints, no bar."""
+"""Maps a name to the package and to the loop as in its documentation, without logs, checkpoints and bar."""
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
-"""`python -m benchmarks.ordered`: what it costs a step that gradients are added in one order.
+"""`python -m benchmarks.ordered`: what it costs a step to add gradients in one order.
 
-The same model on the same ranks, with `parallel.reduce` fast and ordered, in turn block by block; two micro batches a
-rank and step. The model is large enough that a gradient is a message of some size, and small enough for a CPU.
+The same model on the same ranks, with `parallel.reduce` fast and ordered, in turn block by block, with two micro
+batches per rank and step. The model is large enough that a gradient is a message of some size, and small enough for a
+CPU.
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ from train.parallel.world import World
 
 WORLDS = (1, 2, 3, 4)
 MICROS = 2
-"""Micro batches a rank and step."""
+"""Number of micro batches per rank and step."""
 BATCH, WIDTH = 64, 512
-"""Samples of a micro batch, units of a layer."""
+"""Number of samples of a micro batch, and of units of a layer."""
 STEPS = 10
-"""Steps a block."""
+"""Number of steps per block."""
 
 
 def bench(folder: Path, times: int) -> str:

@@ -1,9 +1,9 @@
 """`python -m benchmarks.recovery`: what the death of a rank costs, beside plain torchrun and torch.save.
 
 Two ranks train the same model on the same machine, in turn: as `train launch` starts them, and as torch's tutorials do
-it (bare.py). One of them, drawn at random, gets SIGKILL. Told are the seconds until ranks that were started after it
-end a step that had never been made, how many steps were made twice, and whether the weights at the end are those of a
-run that nothing met. With `--every S` a rank is killed every so many seconds, and the whole time counts.
+it (bare.py). One of them, drawn at random, gets SIGKILL. The table shows the seconds until restarted ranks end a step
+that was never made before, how many steps were made twice, and whether the weights at the end are those of an
+uninterrupted run. With `--every S` a rank is killed every S seconds, and the whole time counts.
 """
 
 from __future__ import annotations
@@ -37,24 +37,24 @@ PATIENCE = 120.0
 
 
 class Way(Protocol):
-    """A run of one kind, alive."""
+    """A living run of one kind."""
 
     def step(self) -> int:
-        """The last step that was made; 0: none."""
+        """Return the last step that was made; 0: none."""
 
     def ranks(self) -> list[int]:
-        """Process ids of its ranks, once all live."""
+        """Return the process ids of its ranks, once all live."""
 
     def lives(self) -> bool: ...
 
     def end(self) -> None:
-        """Leave nothing of it behind."""
+        """End the run and leave nothing behind."""
 
     def digest(self) -> str:
-        """Of the weights; '' where it has not finished."""
+        """Return the digest of the weights; '' if the run has not finished."""
 
     def twice(self) -> int:
-        """How many steps it has made twice."""
+        """Return how many steps it has made twice."""
 
 
 class Launched:
@@ -154,10 +154,10 @@ WAYS: dict[str, Callable[[Path, str, int], Way]] = {
 
 @dataclass
 class Found:
-    """What became of one run."""
+    """The result of one run."""
 
     recoveries: list[float]
-    """Seconds from each kill to a step that had never been made, by ranks that were started after it."""
+    """Seconds from each kill until restarted ranks ended a step that was never made before."""
     hangs: int
     seconds: float
     """From the first step to the end."""
@@ -171,7 +171,7 @@ def bench(folder: Path, steps: int, times: int, every: float | None, seed: int =
 
     Args:
         times: runs of each way, one kill each.
-        every: kill a rank every so many seconds instead, as often as the run lives.
+        every: kill a rank every so many seconds instead, for as long as the run lives.
     """
     random_ = random.Random(seed)
     lines = [
@@ -239,12 +239,12 @@ def live(
 
 
 def made_twice(record: Mapping[str, Any]) -> int:
-    """How many steps of a run were made twice."""
+    """Return how many steps of a run were made twice."""
     return sum(max(0, a["to_step"] - b["from_step"]) for a, b in itertools.pairwise(record["attempts"]))
 
 
 def last_line(path: Path) -> str:
-    """The last whole line of a file; '' if there is none."""
+    """Return the last whole line of a file; '' if there is none."""
     try:
         with path.open("rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - 4096))
@@ -255,7 +255,7 @@ def last_line(path: Path) -> str:
 
 
 def _kill(run: Way, random_: random.Random) -> list[int]:
-    """Kill one of the ranks. Returns those that there were; []: none has been hit."""
+    """Kill one of the ranks. Returns the ranks that lived; []: none was hit."""
     ranks = run.ranks()
     if not ranks:
         return []

@@ -1,8 +1,8 @@
-"""`python -m benchmarks.resume`: whether going on far into a huge epoch costs more than near its begin.
+"""`python -m benchmarks.resume`: whether a resume late in a huge epoch costs more than one near its start.
 
-The order of samples is a function, so a resume computes where it stands instead of walking there. Real runs over a
-data set that nobody stores are resumed by real ranks from checkpoints placed at 1 % and at 95 % of an epoch; the time
-is that of a whole attempt of one step: reading and verifying the checkpoint, the first batch, the step, saving.
+The order of samples is a function, so a resume computes its position instead of reading up to it. Real ranks resume
+real runs, over a dataset that is not stored, from checkpoints placed at 1 % and at 95 % of an epoch. The time is that
+of a whole attempt of one step: reading and verifying the checkpoint, the first batch, the step, saving.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def bench(folder: Path, samples: int, times: int = 5) -> str:
 
 
 def _placed(runs: Path, samples: int, step: int) -> Run:
-    """A run that stands after this step, with one step to go."""
+    """Make a run with a checkpoint of this step and one step left."""
     flags = {
         "steps": str(step + 1), "batch_size": str(BATCH), "task.samples": str(samples), "cpu_threads": "1",
         "log.tensorboard": "false", "log.every_steps": "1", "checkpoint.every_minutes": "0",
@@ -86,7 +86,7 @@ def _placed(runs: Path, samples: int, step: int) -> Run:
 
 
 def _resumed(run: Run, zygote: Zygote) -> tuple[float, dict[str, Any]]:
-    """Seconds that an attempt took, and the line of its step."""
+    """Resume the run. Returns the seconds of the attempt, and the line of its step."""
     lock = run.acquire()
     assert lock is not None  # a fresh copy
     began = time.perf_counter()

@@ -1,7 +1,7 @@
-"""The task of `python -m benchmarks.loop`: one model and loss for all loops, and marks that say what a step has cost.
+"""The task of `python -m benchmarks.loop`: one model and loss for all loops, and marks that record the cost of steps.
 
-The marks are set where the loss is called, once a step: at two steps of one and the same run, so that what starting and
-ending take is not in their difference.
+A mark is set where the loss is called, at several steps of the same run, so that starting and ending are not in their
+differences.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ class Settings:
     first: int = 1000
     """The step after which the first mark is set."""
     stride: int = 2000
-    """Steps from a mark to the next."""
+    """Number of steps from a mark to the next."""
     marks: int = 5
-    """How many."""
+    """Number of marks."""
     file: str = ""
-    """Where they are written to."""
+    """The file that the marks are written to."""
 
 
 class _Marks:
@@ -47,7 +47,7 @@ class _Marks:
         self._found: list[tuple[float, int]] = []
 
     def pass_by(self) -> None:
-        """A loss is about to be computed: the first time after step 0."""
+        """Call when a loss is about to be computed; the first time after step 0."""
         self._step += 1
         if self._step == self._next:
             self._next += self._settings.stride

@@ -1,8 +1,8 @@
 """`python -m benchmarks.start`: from the command to the second optimizer step of two ranks, beside plain torchrun.
 
-torchrun starts a script of twenty lines, a perceptron under DistributedDataParallel; `train launch` a model as small,
-with everything that it does for a run. Then a rank is killed, and the run is stopped and resumed: how long until a new
-step? All of ours once cold, and once with a process that has torch imported, as a keeper holds one.
+torchrun starts a script of twenty lines with a perceptron under DistributedDataParallel. `train launch` starts a model
+of the same size with everything that it does for a run. Then a rank is killed, and the run is stopped and resumed: how
+long until a new step? Ours is measured cold, and warm with a process that has imported torch, as a keeper holds one.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from train.supervise.health import family
 
 RANKS = 2
 PATIENCE = 600.0
-"""Seconds after which a start that has come to no step counts as failed."""
+"""Seconds after which a start without a step counts as failed."""
 
 SCRIPT = """
 import os
@@ -62,14 +62,14 @@ for step, (inputs, classes) in enumerate(loader, start=1):
 
 
 class Took(NamedTuple):
-    """What it takes to come to a step, of all processes together."""
+    """Cost of reaching a step, of all processes together."""
 
     seconds: float
-    """Of wall clock."""
+    """Seconds of wall clock."""
     cpu: float
     """Seconds of processors' time."""
     memory: float
-    """MB that they hold then; what several share counts once in all (PSS)."""
+    """MB that they hold then; shared pages count once (PSS)."""
 
 
 PLAIN = "torchrun, bare DDP"
@@ -77,7 +77,7 @@ OURS = ("train launch", "a rank killed", "train resume")
 
 
 def bench(folder: Path, times: int) -> str:
-    """Measure so many starts of each, in turn. Returns a table in Markdown."""
+    """Measure this many starts of each, in turn. Returns a table in Markdown."""
     rows = [PLAIN, *(f"{row}, {how}" for how in ("cold", "warm") for row in OURS)]
     took: dict[str, list[Took]] = {row: [] for row in rows}
     with tempfile.TemporaryDirectory(prefix=".bench-", dir=folder) as name, _held_warm() as held:
@@ -109,7 +109,7 @@ def bench(folder: Path, times: int) -> str:
 
 @contextlib.contextmanager
 def _held_warm() -> Iterator[dict[str, str]]:
-    """A process that has torch imported; gives the variables with which it is found."""
+    """Context manager with a process that has imported torch. Yields the variables with which it is found."""
     with tempfile.TemporaryDirectory(prefix="train-bench-") as name:  # of its own, and short: a socket lies in it
         environment = {"TMPDIR": name, zygote.OFF: "on"}
         environ = hash_seed.with_seed(os.environ | environment)
@@ -140,7 +140,7 @@ def _torchrun(place: Path, count: int) -> Took:
 
 
 def _train(runs: Path, name: str, environment: dict[str, str]) -> list[Took]:
-    """A launch, a death, a resume."""
+    """Measure a launch, a death and a resume."""
     run = Run(runs / name)
     fields = ["--steps", "1000000000", "--batch_size", "64", "--cpu_threads", "1", "--checkpoint.every_steps", "50"]
     took = []
@@ -182,7 +182,7 @@ def _step(run: Run, attempt: int) -> int:
 
 
 def _pids(run: Run) -> list[int]:
-    """The agent, the zygote and its ranks."""
+    """Return the process ids of the agent, the zygote and its ranks."""
     pids = run.read().get("pids") or {}
     ranks = pids.get("ranks", [])
     with contextlib.suppress(psutil.Error):
@@ -199,13 +199,13 @@ def _until(reached: Callable[[], bool], lives: Callable[[], bool]) -> None:
 
 
 def _ended() -> float:
-    """CPU seconds of what this process has started and what has ended."""
+    """Return the CPU seconds of ended processes that this process started."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
 
 
 def _cpu(pids: Iterable[int]) -> float:
-    """CPU seconds of these processes and all that they have started."""
+    """Return the CPU seconds of these processes and all that they started."""
     seconds = 0.0
     for process in family(pids):
         try:
@@ -217,7 +217,7 @@ def _cpu(pids: Iterable[int]) -> float:
 
 
 def _memory(pids: Iterable[int]) -> float:
-    """MB of these processes and all that they have started; pages that several have count once."""
+    """Return the MB of these processes and all that they started; shared pages count once."""
     size = 0
     for process in family(pids):
         with contextlib.suppress(psutil.Error):

@@ -1,8 +1,8 @@
-"""`python -m benchmarks.stop`: what it costs a step that all ranks agree whether somebody asked for a stop.
+"""`python -m benchmarks.stop`: what it costs a step that all ranks agree whether a stop was requested.
 
-Three ways to train the same small model on the same ranks: plain DDP, which agrees on nothing; the engine's, where the
-flag (and the loss, and whether to save) rides in the reduction of the gradients and is read from there; and DDP with a
-reduction of its own for the flag, as it is written by hand. Small, for there the cost of a message shows most.
+Three ways to train the same small model on the same ranks: plain DDP, which agrees on nothing; the engine, where the
+flag (and the loss, and whether to save) is part of the reduction of the gradients; and hand-written DDP with a separate
+reduction for the flag. The model is small, because there the cost of a message shows most.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from train.trainer.step_stats import Readback
 
 RANKS = 2
 STEPS = 50
-"""Steps a block; the ways take turns block by block, so that a slow moment meets all of them."""
+"""Number of steps per block. The ways take turns block by block, so that a slow moment meets all of them."""
 
 
 def bench(folder: Path, times: int) -> str:

@@ -1,4 +1,4 @@
-"""A task for benches: any number of samples that nobody stores, and a model that costs next to nothing."""
+"""A task for benchmarks: any number of samples that are not stored, and a model that costs next to nothing."""
 
 from __future__ import annotations
 

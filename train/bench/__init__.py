@@ -1,1 +1,1 @@
-"""Measurements that a user can repeat: ratios in one process beside the alternative, on this machine."""
+"""Measurements that a user can repeat: this package beside its alternative, on this machine."""

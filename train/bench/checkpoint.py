@@ -1,8 +1,8 @@
 """`train bench checkpoint`: how long a checkpoint stalls training, and how fast it becomes durable.
 
-The same state (parameters and momentum of one optimizer) is saved with torch.save, with torch.distributed.checkpoint
-as it comes, and as a run does it, in turn and several times in one process; `dd conv=fsync` beside it says what the
-disk can do. All are made durable, for a checkpoint that a power cut takes away is none.
+The same state (parameters and momentum of one optimizer) is saved with torch.save, with plain
+torch.distributed.checkpoint, and as a run does it. The ways take turns, several times in one process. `dd conv=fsync`
+shows what the disk can do. All ways wait until a power cut could not take the checkpoint away.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from train.run.run_folder import Run
 
 
 def bench(folder: Path, megabytes: list[int], times: int = 5, device: str = "cpu") -> str:
-    """Measure in a folder of the disk with the runs, of a state on this device. Returns a table in Markdown."""
+    """Measure in a folder on the disk with the runs, with a state on this device. Returns a table in Markdown."""
     place = pick_device(Config(device="cuda" if device == "cuda" else "cpu"), 1, 0)
     take_device(place)
     lines = [
@@ -46,11 +46,11 @@ def bench(folder: Path, megabytes: list[int], times: int = 5, device: str = "cpu
 
 
 Way = Callable[[], tuple[float, float]]
-"""Saves once; returns the seconds for which training would stand still, and those until the state is durable."""
+"""Saves once. Returns the seconds for which training would stop, and those until the state is durable."""
 
 
 def _measure(folder: Path, megabytes: int, times: int, device: torch.device) -> list[str]:
-    """Rows of the table."""
+    """Return the rows of the table."""
     module, optimizer = _state(megabytes, device)
     size = size_of(state_of(module, optimizer))
     ways = _ways(folder, module, optimizer, size)
@@ -73,7 +73,7 @@ def _measure(folder: Path, megabytes: int, times: int, device: torch.device) -> 
 
 
 def _state(megabytes: int, device: torch.device) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """A model and an optimizer that has made a step: parameters and momentum are two halves of the state."""
+    """Make a model and an optimizer that has made a step: parameters and momentum are the two halves of the state."""
     # layers of 4 MB, as real models are made of many tensors
     module = nn.Sequential(*(nn.Linear(1024, 1023) for _ in range(max(1, round(megabytes / 2 / 4.19))))).to(device)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.01, momentum=0.9)
@@ -85,7 +85,7 @@ def _state(megabytes: int, device: torch.device) -> tuple[nn.Module, torch.optim
 
 
 def _ways(folder: Path, module: nn.Module, optimizer: torch.optim.Optimizer, size: int) -> dict[str, Way]:
-    """The ways to make the state durable, by name."""
+    """Return the ways to make the state durable, by name."""
 
     def with_torch_save() -> tuple[float, float]:
         begin, path = time.perf_counter(), folder / "state.pt"

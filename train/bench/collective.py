@@ -1,8 +1,8 @@
-"""`train bench collective`: how fast ranks add a tensor up, by its size, beside what their link gives.
+"""`train bench collective`: how fast ranks add up a tensor, by its size, beside the speed of their link.
 
-The rate is the bus bandwidth of NVIDIA's nccl-tests (doc/PERFORMANCE.md there): of a tensor of S bytes, every link
-carries 2 (n - 1) / n S, so that the rate of n ranks compares with that of one link. What the link gives is a plain copy
-of as many bytes at the same time on every rank: on GPUs to the next one; on a CPU within its memory, where ranks meet.
+The rate is the bus bandwidth of NVIDIA's nccl-tests (doc/PERFORMANCE.md there): for a tensor of S bytes, every link
+carries 2 (n - 1) / n S, so the rate of n ranks can be compared with that of one link. The speed of the link is that of
+a plain copy of as many bytes on every rank at the same time: on GPUs to the next GPU, on a CPU within its memory.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from train.parallel.world import World
 
 KILOBYTES = (64, 1024, 16384, 65536)
 STEPS = 5
-"""Reductions a block."""
+"""Number of reductions per block."""
 
 
 def bench(folder: Path, times: int, ranks: int | None = None) -> str:
-    """Measure with so many blocks of each size. Returns a table in Markdown, and says what this machine cannot show.
+    """Measure with this many blocks of each size. Returns a table in Markdown, with what this machine cannot show.
 
     Args:
-        ranks: default: those of torchrun; without it the GPUs, or 2 processes on the CPU where there is no more than
-            one GPU.
+        ranks: default: those of torchrun; without torchrun the number of GPUs, or 2 processes on the CPU if there is at
+            most one GPU.
     """
     gpus, rank_env = torch.cuda.device_count(), torchruns()
     ranks = ranks or (rank_env.size if rank_env else max(gpus, 2))
@@ -53,7 +53,7 @@ def bench(folder: Path, times: int, ranks: int | None = None) -> str:
 
 
 def bus_rate(size: int, ranks: int, seconds: float) -> float:
-    """Bytes a second over each link, of an all-reduce of `size` bytes that took so long."""
+    """Return the bytes per second over each link for an all-reduce of `size` bytes that took this long."""
     return 2 * (ranks - 1) / ranks * size / seconds
 
 

@@ -1,4 +1,4 @@
-"""Ways to do the same step, timed in turn block by block on the same ranks, so that a slow moment meets all of them."""
+"""Times ways to do the same step, in turn block by block on the same ranks, so that a slow moment meets all of them."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ Way = Callable[[World], Callable[[], None]]
 Blocks = dict[str, list[float]]
 """The seconds of each block, by way."""
 _PRELOAD = ("torch", "train.parallel.ddp", "train.parallel.fsdp", "train.parallel.ordered")
-"""What ranks find loaded, where a server forks them."""
+"""Modules that a server has loaded when it forks ranks."""
 
 
 def torchruns() -> RankEnv | None:
-    """The rank env of this process among the ranks that torchrun started; None without torchrun."""
+    """Return the rank env of this process under torchrun; None without torchrun."""
     return read_rank_env() if is_under_torchrun() else None
 
 
@@ -37,8 +37,9 @@ def measure(folder: Path, ranks: int, ways: Mapping[str, Way], steps: int, times
     """Time `times` blocks of `steps` steps of each way.
 
     Args:
-        ranks: processes to start for it. Under torchrun its ranks measure, which all call this once.
-        ways: by name, what makes the step on a rank; functions of a module, for they travel to other processes.
+        ranks: number of processes to start. Under torchrun its ranks measure; all of them call this once.
+        ways: maps a name to the function that makes the step on a rank; a function of a module, because it is sent to
+            other processes.
     """
     rank_env = torchruns()
     if rank_env is not None:
@@ -54,13 +55,13 @@ def measure(folder: Path, ranks: int, ways: Mapping[str, Way], steps: int, times
 
 
 def quartiles(seconds: list[float], plain: list[float]) -> list[float]:
-    """The three of the ratios of blocks to those of the same turn."""
+    """Return the three quartiles of the ratios of blocks to those of the same turn."""
     ratios = [one / other for one, other in zip(seconds, plain, strict=True)]
     return statistics.quantiles(ratios, n=4) if len(ratios) > 1 else 3 * ratios  # Python 3.11 wants two
 
 
 def ratio(seconds: list[float], plain: list[float]) -> tuple[float, str]:
-    """The median of the ratios of blocks to those of the same turn, and their quartiles as text."""
+    """Return the median of the ratios of blocks to those of the same turn, and their quartiles as text."""
     low, middle, high = quartiles(seconds, plain)
     return middle, f"{low:.3f} to {high:.3f}"
 
@@ -72,7 +73,7 @@ def _rank(rank: int, size: int, folder: str, ways: dict[str, Any], steps: int, t
 
 
 def _timed(rank_env: RankEnv, ways: Mapping[str, Way], steps: int, times: int) -> Blocks:
-    """What each block of each way takes on this rank, among the others."""
+    """Return the seconds of each block of each way on this rank."""
     torch.set_num_threads(1)
     config = Config(device="auto" if torch.cuda.device_count() >= rank_env.local_size else "cpu")
     device = pick_device(config, rank_env.local_size, rank_env.local_rank)

@@ -1,8 +1,8 @@
-"""`train bench input`: from JPEG files to a batch that the model can take, images a second of one core.
+"""`train bench input`: from JPEG files to a batch that the model can take, in images per second of one core.
 
-The task `images` beside torchvision's reference pipeline (references/classification of its repository): class folders
-read by Pillow, RandomResizedCrop, flip, conversion to floating point, normalisation, a DataLoader and its collation.
-Both in this process on one thread, in turn, by the CPU time that they take. Both augment alike: that is tested
+Compares the task `images` with torchvision's reference pipeline (references/classification of its repository): class
+folders read by Pillow, RandomResizedCrop, flip, conversion to floating point, normalisation, a DataLoader and its
+collation. Both run in this process on one thread, in turn, and their CPU time counts. Both augment alike
 (tests/train/data/test_crop.py).
 """
 
@@ -24,12 +24,12 @@ from train.data.plan import Plan, Sharing, micro_batches_of
 from train.launcher.request import Request, resolve
 
 WIDTH, HEIGHT, QUALITY = 500, 375, 90
-"""Of the pictures: the usual ones of ImageNet, whose files of this size have some 110 kB."""
+"""Size and JPEG quality of the pictures: usual values of ImageNet, whose files of this size have some 110 kB."""
 BATCH = 32
 
 
 def bench(folder: Path, pictures: int, times: int) -> str:
-    """Measure with so many pictures, each pipeline so many times over all of them. Returns a table in Markdown."""
+    """Measure with this many pictures, each pipeline this many times over all of them. Returns a table in Markdown."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -43,10 +43,10 @@ def bench(folder: Path, pictures: int, times: int) -> str:
 
 
 def measure(ways: dict[str, Callable[[], Iterator[Any]]], pictures: int, times: int) -> dict[str, list[float]]:
-    """CPU seconds per picture of each pass of each way, in turn.
+    """Return the CPU seconds per picture of each pass of each way, in turn.
 
     Args:
-        ways: by name, what begins a pass over the pictures.
+        ways: maps a name to the function that starts a pass over the pictures.
     """
     taken: dict[str, list[float]] = {name: [] for name in ways}
     for turn in range(times + 1):
@@ -77,10 +77,10 @@ def _table(seconds: dict[str, list[float]], size: float) -> str:
 
 
 def paint(folder: Path, pictures: int, width: int = WIDTH, height: int = HEIGHT) -> int:
-    """Class folders train/ and val/ with JPEG files of natural content, two classes. Returns their bytes.
+    """Write class folders train/ and val/ with JPEG files of natural content, two classes. Returns their bytes.
 
-    Natural as to what makes decoding slow or fast: power falls with the square of spatial frequency (Field, Relations
-    between the statistics of natural images, 1987), and there is less of colour than of brightness.
+    They are natural in what makes decoding slow or fast: power falls with the square of spatial frequency (Field,
+    Relations between the statistics of natural images, 1987), and colour varies less than brightness.
     """
     from PIL import Image
 
@@ -95,7 +95,7 @@ def paint(folder: Path, pictures: int, width: int = WIDTH, height: int = HEIGHT)
 
 
 def scene(seed: int, width: int, height: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    """A picture of natural content, (height, width, 3)."""
+    """Make a picture of natural content, (height, width, 3)."""
     draw = np.random.default_rng(seed)
     frequency = np.hypot(np.fft.fftfreq(height)[:, None], np.fft.rfftfreq(width)[None])
     power = 1 / np.maximum(frequency, 1 / max(width, height))
@@ -110,7 +110,7 @@ def scene(seed: int, width: int, height: int) -> np.ndarray[Any, np.dtype[np.uin
 
 
 def reference(folder: Path) -> Callable[[], Iterator[Any]]:
-    """torchvision's reference pipeline on the class folders in train/."""
+    """Return torchvision's reference pipeline on the class folders in train/."""
     from torchvision import transforms
     from torchvision.datasets import ImageFolder
 
@@ -130,7 +130,7 @@ def reference(folder: Path) -> Callable[[], Iterator[Any]]:
 
 
 def ours(folder: Path) -> Callable[[], Iterator[Any]]:
-    """The batches of the task `images` as training gets them."""
+    """Yield the batches of the task `images` as training gets them."""
     task, config = resolve(Request("images", {"data.root": str(folder)}))
     train_set, _ = task.datasets(config)
     plan = Plan(len(train_set), BATCH, BATCH)

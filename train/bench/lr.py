@@ -29,17 +29,17 @@ from train.trainer.train import Loop
 FIRST, LAST = 1e-7, 10.0
 """Rates of the first and the last step."""
 _SMOOTH, _LEAST, _BLOWN = 0.9, 10, 4.0
-"""The weight of what came before in the mean of the losses, the fewest steps, and how many times the first loss ends
-the test."""
+"""Weight of earlier losses in the running mean; minimum number of steps; multiple of the first loss that ends the
+test."""
 _FIELDS = {
     "eval.every_epochs": "0", "checkpoint.asynchronous": "false", "log.tensorboard": "false", "log.wandb": "",
     "early_stopping.metric": "",
 }  # fmt: skip
-"""Of a run that is not evaluated, saved or shown."""
+"""Fields of a run that is not evaluated, saved or shown."""
 
 
 def bench(folder: Path, times: int, request: Request, target: Path) -> str:
-    """Make so many steps, draw the loss over the rate, and return a suggestion.
+    """Make this many steps, draw the loss over the rate, and return a suggestion.
 
     Raises:
         Refused: the task cannot be trained, has several updates, or its loss shows nothing.
@@ -56,11 +56,11 @@ def bench(folder: Path, times: int, request: Request, target: Path) -> str:
     steepest = float(rates[int(np.argmin(np.gradient(means, np.log(rates))))])
     with published(target) as partial:
         _draw(rates, losses, means, steepest, partial)
-    return f"the loss falls steepest at --optim.lr {steepest:.2g}; drawn over the rate in {target}"
+    return f"the loss falls steepest at --optim.lr {steepest:.2g}; {target} shows the loss over the rate"
 
 
 def measure(folder: Path, request: Request, steps: int) -> tuple[list[float], list[float]]:
-    """The rates, and the losses with them, up to where the loss blows up: those of a run in a folder that is removed.
+    """Return the rates and their losses up to where the loss blows up. The run's folder is removed afterwards.
 
     Raises:
         Refused: the task cannot be trained, or has several updates.
@@ -69,7 +69,7 @@ def measure(folder: Path, request: Request, steps: int) -> tuple[list[float], li
     flags = {name: text for name, text in request.flags.items() if not name.startswith(ours)}
     prepared = checks.prepare(dataclasses.replace(request, flags=flags | _FIELDS | {"steps": str(steps)}))
     if prepared.task.updates is not None:
-        raise Refused(f"train bench lr varies one rate, and {prepared.task.file} has several updates")
+        raise Refused(f"train bench lr varies one rate, but {prepared.task.file} has several updates")
     rates: list[float] = []
     losses: list[float] = []
     with tempfile.TemporaryDirectory(prefix=".bench-", dir=folder) as name, contextlib.ExitStack() as held:

@@ -1,9 +1,9 @@
-"""`train bench scaling`: what more ranks bring, by strategy, beside DistributedDataParallel as one writes it by hand.
+"""`train bench scaling`: what more ranks bring, by strategy, beside a hand-written loop with DistributedDataParallel.
 
-Every rank has a batch of the same size (weak scaling). A speed-up is that of the samples a second over those of a bare
-loop on one rank, an efficiency its share of the number of ranks. All ways of as many ranks are timed in turn on the
-same processes; memory is that of processes which do nothing else. "not computing" is the share of a step by which it
-is longer than one without any exchange, of as many ranks at the same time.
+Every rank has a batch of the same size (weak scaling). The speed-up compares samples per second with a bare loop on one
+rank. The efficiency is the speed-up over the number of ranks. All ways with the same number of ranks take turns on the
+same processes. Memory is that of processes which do nothing else. "not computing" is the share of a step by which it is
+longer than a step without any exchange, on as many ranks at the same time.
 
 Over several machines torchrun starts the ranks; the speed-up is then over one rank of the same job without exchange.
 """
@@ -35,18 +35,18 @@ from train.parallel.world import World
 from train.trainer.updates import Update
 
 STEPS = 5
-"""Steps a block."""
+"""Number of steps per block."""
 _BARE, _HAND, _ALONE = "a bare loop", "DDP by hand", "without exchange"
 
 
 @dataclass(frozen=True)
 class Subject:
-    """What is trained: a model, and the batch of a rank."""
+    """What is trained: a model and a rank's batch."""
 
     model: str
     batch: int
     shape: tuple[int, ...]
-    """Of a sample."""
+    """Shape of a sample."""
 
     def build(self) -> nn.Module:
         if self.model == "mlp":
@@ -75,7 +75,7 @@ SUBJECTS = {
 
 @dataclass(frozen=True)
 class Row:
-    """One way on so many ranks."""
+    """One way on a number of ranks."""
 
     way: str
     ranks: int
@@ -83,21 +83,22 @@ class Row:
     speed_up: float
     efficiency: float
     not_computing: float | None
-    """Share of a step; None where it has nothing to compare with."""
+    """Share of a step; None if there is nothing to compare with."""
     by_hand: float
-    """Seconds of a step over those of DDP by hand: the median of the blocks' ratios."""
+    """Seconds of a step over those of hand-written DDP: the median of the blocks' ratios."""
     memory: int | None
-    """Bytes at the peak: of the process on a CPU, of tensors on a GPU; of the rank that has most. None under torchrun,
-    where a process takes all ways in turn."""
+    """Peak bytes of the rank with most: of the process on a CPU, of tensors on a GPU. None under torchrun, where one
+    process runs all ways in turn."""
 
 
 def bench(folder: Path, times: int, name: str, strategies: list[Any], ranks: list[int], as_json: bool) -> str:
-    """Measure with so many blocks of each way. Returns a table in Markdown, or JSON.
+    """Measure with this many blocks of each way. Returns a table in Markdown, or JSON.
 
     Args:
-        name: of SUBJECTS.
-        strategies: of ddp, fsdp, hsdp; none: ddp and fsdp.
-        ranks: numbers of ranks; none: 1, 2, 4, … up to the number of GPUs, or 1 and 2 on the CPU. Under torchrun: its.
+        name: one of SUBJECTS.
+        strategies: some of ddp, fsdp, hsdp; empty: ddp and fsdp.
+        ranks: numbers of ranks; empty: 1, 2, 4, … up to the number of GPUs, or 1 and 2 on the CPU. Under torchrun:
+            torchrun's.
     """
     gpus, rank_env, subject = torch.cuda.device_count(), torchruns(), SUBJECTS[name]
     local = rank_env.local_size if rank_env else 0
@@ -113,7 +114,7 @@ def bench(folder: Path, times: int, name: str, strategies: list[Any], ranks: lis
         rows += _measured(folder, subject, size, ways, times, rows)
     cores = os.cpu_count() or 1
     if not gpus and max([local] if rank_env else wanted) > cores:
-        missing.append(f"a speed-up on more than {cores} ranks, for they share so many cores")
+        missing.append(f"a speed-up on more than {cores} ranks, because they share {cores} cores")
     where = torch.cuda.get_device_name(0) if gpus else "the CPU, one thread a rank"
     if as_json:
         figures = {"model": name, "device": where, "rows": list(map(dataclasses.asdict, rows)), "missing": missing}
@@ -126,7 +127,8 @@ def _usual(gpus: int) -> list[int]:
 
 
 def _ways(subject: Subject, size: int, strategies: list[Any], local: int) -> tuple[dict[str, Way], list[str]]:
-    """What can be measured on so many ranks, `local` of them on each machine if there are several; and what cannot."""
+    """Return what can be measured on this many ranks (`local` of them on each machine, if there are several) and what
+    cannot."""
     alone: Way = functools.partial(_by_hand, subject, True)
     if size == 1:
         return {_BARE: alone, "single": functools.partial(_by_strategy, subject, Parallel())}, []
@@ -137,7 +139,7 @@ def _ways(subject: Subject, size: int, strategies: list[Any], local: int) -> tup
         if strategy == "hsdp":
             groups = size // local if 0 < local < size else 2
             if size % groups:
-                missing.append(f"hsdp on {size} ranks, which are no {groups} groups of one size")
+                missing.append(f"hsdp on {size} ranks, which do not make {groups} groups of one size")
                 continue
             parallel = Parallel(strategy="hsdp", shard_size=size // groups)
         ways[strategy] = functools.partial(_by_strategy, subject, parallel)
@@ -147,7 +149,7 @@ def _ways(subject: Subject, size: int, strategies: list[Any], local: int) -> tup
 def _measured(
     folder: Path, subject: Subject, size: int, ways: dict[str, Way], times: int, before: list[Row]
 ) -> list[Row]:
-    """Rows of the table: the first one is what speed-ups are over, if there are none before."""
+    """Return rows of the table. If `rows` is empty, speed-ups are relative to the first one."""
     blocks = measure(folder, size, ways, STEPS, times)
     seconds = {name: statistics.median(each) / STEPS for name, each in blocks.items()}
     base = before[0].samples_per_s if before else subject.batch / seconds[_ALONE if size > 1 else _BARE]
@@ -164,7 +166,7 @@ def _measured(
 
 
 def _memory(folder: Path, size: int, way: Way) -> int:
-    """The peak of the rank that has most, in bytes, of processes that do this alone."""
+    """Return the peak bytes of the rank with most, in processes that do only this."""
     with tempfile.TemporaryDirectory(prefix=".bench-", dir=folder) as place:
         measure(folder, size, {"": functools.partial(_noting, way, place)}, 1, 1)
         return max(int(file.read_text()) for file in Path(place).iterdir())
@@ -184,7 +186,7 @@ def _noting(way: Way, place: str, world: World) -> Callable[[], None]:
 
 
 def _by_hand(subject: Subject, alone: bool, world: World) -> Callable[[], None]:
-    """The loop of the tutorials, with DDP, or without any exchange."""
+    """Make the loop of torch's tutorials, with DDP or without any exchange."""
     torch.manual_seed(0)
     model, precision = subject.build().to(world.device), subject.precision(world.device)
     inputs, classes = subject.samples(world.device)
@@ -215,11 +217,11 @@ def training_step(
     precision: Precision,
     micros: int = 1,
 ) -> Callable[[], None]:
-    """What makes a step of SGD on this rank as the engine makes it: with stats, and buffers that ranks agree on.
+    """Return a function that makes a step of SGD on this rank as the engine does: with stats and shared buffers.
 
     Args:
         samples: inputs and classes of every micro batch.
-        micros: micro batches a rank and step.
+        micros: number of micro batches per rank and step.
     """
     spread = make(world, Config(parallel=parallel), precision)
     optimizer = torch.optim.SGD(spread.place(network).parameters(), lr=0.01)

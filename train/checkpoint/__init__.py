@@ -1,1 +1,1 @@
-"""Model and optimizer on the disk: committed, or not there."""
+"""Checkpoints: committed as a whole, or not there."""

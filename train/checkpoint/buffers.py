@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from train import faults
 
 ENVIRONMENT = "TRAIN_SNAPSHOT"
-"""The variable with the address of the buffers for ranks; without it there are none."""
+"""Name of the variable with the address of the buffers for ranks. Without it there are no buffers."""
 _PAGE = 4096
 _HEAD = struct.Struct("<8sqqqQ")
 """Magic, step, bytes of the pickled part and of the tensors, checksum of both. A CRC-32 of these bytes follows."""
@@ -56,18 +56,18 @@ class SnapshotMemory:
     def __init__(self, parts: int = 1) -> None:
         """
         Args:
-            parts: into how many the ranks here divide the state.
+            parts: number of parts into which the ranks of this machine divide the state.
         """
         self._files = [os.memfd_create(f"train-snapshot-{n}", os.MFD_CLOEXEC) for n in range(2 * parts)]
 
     @property
     def address(self) -> str:
-        """The argument that `Buffers` opens them by."""
+        """The argument with which `Buffers` opens them."""
         return ":".join(f"/proc/{os.getpid()}/fd/{fd}" for fd in self._files)
 
     @property
     def step(self) -> int:
-        """The newest step of which every part has a copy, by the headers alone; 0: none."""
+        """The newest step of which every part has a snapshot, by the headers alone; 0: none."""
         steps = [head.step if (head := _head(fd)) else 0 for fd in self._files]
         return max(set.intersection(*({*pair} for pair in zip(steps[::2], steps[1::2], strict=True))), default=0)
 
@@ -77,13 +77,13 @@ class SnapshotMemory:
 
 
 class Buffers:
-    """The two buffers of one part, as a rank sees them. One rank at a time writes to them."""
+    """A rank's view of the two buffers of one part. One rank at a time writes to them."""
 
     def __init__(self, address: str, part: int = 0) -> None:
         """Open the buffers of a part.
 
         Raises:
-            OSError: their owner is gone or belongs to another user, or there is no such part.
+            OSError: the owner is gone or belongs to another user, or there is no such part.
         """
         paths = address.split(":")[2 * part : 2 * part + 2]
         if not paths:
@@ -92,33 +92,33 @@ class Buffers:
 
     @property
     def taken(self) -> int:
-        """Bytes of memory that both have."""
+        """Bytes of memory of both buffers."""
         return sum(os.fstat(fd).st_size for fd in self._files)
 
     def holds(self, size: int) -> bool:
-        """Whether each has so many bytes."""
+        """Whether each buffer has this many bytes."""
         return all(os.fstat(fd).st_size >= size for fd in self._files)
 
     def reserve(self, size: int) -> None:
-        """Allocate so many bytes for each, so that writing to them cannot fail.
+        """Allocate this many bytes for each buffer, so that writing to them cannot fail.
 
         Raises:
-            OSError: there is no such memory.
+            OSError: there is not enough memory.
         """
         for fd in self._files:
             os.posix_fallocate(fd, 0, size)
 
     def map(self) -> list[mmap.mmap]:
-        """Both, whole, to be written."""
+        """Map both buffers as a whole, for writing."""
         return [mmap.mmap(fd, os.fstat(fd).st_size, flags=mmap.MAP_SHARED) for fd in self._files]
 
     @property
     def steps(self) -> dict[int, int]:
-        """The steps of the copies that are complete, and which buffer has each."""
+        """Maps the step of each complete snapshot to its buffer."""
         return {head.step: slot for slot, fd in enumerate(self._files) if (head := _head(fd))}
 
     def begin(self) -> int:
-        """Invalidate the older copy. Returns its buffer, to be written and sealed."""
+        """Invalidate the older snapshot. Returns its buffer, to be written and sealed."""
         steps = [head.step if (head := _head(fd)) else -1 for fd in self._files]
         slot = steps.index(min(steps))
         self.wipe(slot)
@@ -129,7 +129,7 @@ class Buffers:
         """Write the pickled part, then the header of a copy whose tensors have been written.
 
         Args:
-            memory: the buffer, mapped.
+            memory: the mapped buffer.
             tensors: bytes of them, a multiple of 8, from `begin_of_tensors(len(plain))` on.
         """
         memory[_PAGE : _PAGE + len(plain)] = plain
@@ -140,7 +140,7 @@ class Buffers:
         faults.here("snapshot.sealed")
 
     def read(self, slot: int) -> tuple[bytes, mmap.mmap] | None:
-        """The pickled part of a copy, and the memory with its tensors; None where the checksum does not hold.
+        """Return the pickled part of a snapshot and the memory with its tensors; None if the checksum does not fit.
 
         The mapping is private: changes to it do not reach the buffer.
         """
@@ -157,7 +157,7 @@ class Buffers:
         os.pwrite(self._files[slot], bytes(_HEAD.size + _SEAL.size), 0)
 
     def wipe_from(self, step: int) -> None:
-        """Invalidate the copies of this step and later ones, which will be made again."""
+        """Invalidate the snapshots of this and later steps, which will be made again."""
         for held, slot in self.steps.items():
             if held >= step:
                 self.wipe(slot)
@@ -172,7 +172,8 @@ def _head(fd: int) -> Head | None:
 
 
 def _checksum(memory: mmap.mmap, plain: int, tensors: int) -> int:
-    """A CRC-32 of the pickled part, and the sum of the tensors' 64-bit numbers, eight times as fast as a CRC-32."""
+    """Return a CRC-32 of the pickled part, combined with the sum of the tensors' 64-bit words, which is eight times as
+    fast as a CRC-32."""
     import numpy as np
 
     words = np.frombuffer(memory, dtype=np.uint64, count=tensors // 8, offset=begin_of_tensors(plain))

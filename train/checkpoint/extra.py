@@ -1,4 +1,4 @@
-"""What a checkpoint holds besides model and optimizer: averaged weights, and objects of the task's own."""
+"""What a checkpoint holds besides model and optimizer: averaged weights, and the task's objects."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ class Extra:
     """State beside model and optimizer; most runs have none."""
 
     averages: dict[str, Tensor] = dataclasses.field(default_factory=dict)
-    """The average of each tensor of the model's state, by its name; spread over ranks as that one is."""
+    """Maps a name of the model's state to its average, spread over ranks like the model."""
     objects: dict[str, Any] = dataclasses.field(default_factory=dict)
-    """What has state_dict() and load_state_dict(), by the name that the task's stateful() gives it."""
+    """Maps a name from the task's stateful() to an object with state_dict() and load_state_dict()."""
     losses: dict[str, Tensor] = dataclasses.field(default_factory=dict)
-    """Of each update that leaves out steps, by its name, the stats of the last step that made it (STEP_STATS)."""
+    """Maps the name of an update that leaves out steps to the stats (STEP_STATS) of the last step that made it."""
 
     def state(self) -> dict[str, Any]:
-        """What is saved: tensors, and all objects as one value. {} where there is nothing."""
+        """Return what is saved: tensors, and all objects as one value; {} if there is nothing."""
         found: dict[str, Any] = {}
         if self.averages:
             found[AVERAGES] = self.averages
@@ -44,10 +44,10 @@ class Extra:
         return found
 
     def load(self, state: dict[str, Any], device: torch.device) -> None:
-        """Take over what `state` returned, in another process.
+        """Load what `state` returned in another process.
 
         Args:
-            device: where tensors of this rank's GPU belong.
+            device: receives tensors that were on a GPU.
         """
         for key, own in ((AVERAGES, self.averages), (LOSSES, self.losses)):
             for name, value in state.get(key, {}).items():
@@ -64,7 +64,7 @@ class Extra:
 
     @contextlib.contextmanager
     def unchanged(self, device: torch.device) -> Iterator[None]:
-        """Forget what becomes of the objects meanwhile."""
+        """Context manager that undoes changes of the objects on exit."""
         alone = Extra(objects=self.objects)
         held = alone.state()
         try:
@@ -73,10 +73,10 @@ class Extra:
             alone.load(held, device)
 
     def check(self, file: object, device: torch.device) -> None:
-        """Whether the objects can be saved and restored.
+        """Check that the objects can be saved and restored.
 
         Raises:
-            Refused: one of them cannot.
+            Refused: one of them cannot be.
         """
         for name, one in self.objects.items():
             alone = Extra(objects={name: one})
@@ -85,31 +85,31 @@ class Extra:
             except Exception as error:
                 raise Refused(
                     f"stateful in {file}: {name} cannot be saved and restored: {one_line(error)[:200]}; state_dict() "
-                    "must hold tensors, numbers, strings, lists and dicts alone, and load_state_dict() take it"
+                    "must hold only tensors, numbers, strings, lists and dicts, and load_state_dict() take it"
                 ) from error
 
     def digests(self) -> dict[str, str]:
-        """A digest of each object's state, which is to be the same on all ranks."""
+        """Return a digest of each object's state, which must be the same on all ranks."""
         texts = {name: repr(mapped(one.state_dict(), _comparable)) for name, one in self.objects.items()}
         return {name: hashlib.sha256(text.encode()).hexdigest() for name, text in texts.items()}
 
 
 def check_equal(digests: list[dict[str, str]]) -> None:
-    """Whether all ranks have the same objects.
+    """Check that all ranks have the same objects.
 
     Raises:
-        TrainingFailed: they have not, and a resume would continue with those of one rank.
+        TrainingFailed: they differ, and a resume would continue with those of one rank.
     """
     for name in digests[0]:
         if len({one[name] for one in digests}) > 1:
             raise TrainingFailed(
-                f"the state of {name} (stateful) differs between ranks: change it in after_step, which is the same on "
-                "all of them, not by what a rank sees of a batch"
+                f"the state of {name} (stateful) differs between ranks: change it in after_step, which is the "
+                "same on all ranks, and not by what one rank sees of a batch"
             )
 
 
 def _comparable(value: Any) -> Any:
-    """What stands for a value in a text that is the same for equal ones: they may be pickled into other bytes."""
+    """Return a text that is the same for equal values, which may be pickled into different bytes."""
     if isinstance(value, Tensor):
         whole = value.detach().cpu().contiguous()
         content = whole.reshape(-1).view(torch.uint8).numpy().tobytes() if whole.numel() else b""

@@ -18,8 +18,8 @@ from train.errors import one_line
 from train.run import owner
 
 _KERNELS = ("fused", "foreach", "capturable", "differentiable")
-"""Of an optimizer's groups, how a step is computed. It goes by device and strategy, which a resume may change: a fused
-step knows no parameters that are spread (SGD's), and one that is not fused waits for the device."""
+"""Keys of an optimizer's groups that say how a step is computed. They depend on device and strategy, which a resume may
+change: a fused step takes no spread parameters (SGD's), and a step that is not fused waits for the device."""
 _PLAIN = {
     *(("torch.distributed.checkpoint.metadata", name) for name in (
         "BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta", "TensorProperties",
@@ -28,7 +28,7 @@ _PLAIN = {
     *(("torch.distributed.checkpoint.filesystem", name) for name in ("_StorageInfo", "_StoragePrefix")),
     ("torch", "Size"), ("torch.serialization", "_get_layout"), ("pathlib", "PosixPath"),
 }  # fmt: skip
-"""What the metadata of a checkpoint is made of, by module and name (torch 2.7 to 2.13)."""
+"""Classes in the metadata of a checkpoint, by module and name (torch 2.7 to 2.13)."""
 Written = list[tuple[str, Any]]
 """What a checkpoint holds: the key in its metadata, and the path in the state."""
 
@@ -40,8 +40,8 @@ def load(
     """Read a verified checkpoint into a model and, if given, its fresh optimizer. A collective under several ranks.
 
     Args:
-        extra: what else is read.
-        by_itself: this rank reads all that it needs, without the others, who do not see the folder.
+        extra: further state to read.
+        by_itself: this rank reads all that it needs without the other ranks, which do not see the folder.
 
     Raises:
         ValueError: names or shapes of the model differ from those in the checkpoint.
@@ -80,10 +80,10 @@ def load(
 def _set_optimizer(
     module: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any], own: list[dict[str, Any]]
 ) -> None:
-    """Give a fresh optimizer the state that was read.
+    """Load the state that was read into a fresh optimizer.
 
     Args:
-        own: its groups, each of which takes the values of the one in which its first parameter was that was trained.
+        own: its groups. Each takes the values of the saved group that held its first trained parameter.
     """
     saved = {name: group for group in state["param_groups"] for name in group["params"]}
     for group in own:
@@ -98,7 +98,7 @@ def _set_optimizer(
 
 
 class _Unpickler(pickle.Unpickler):
-    """Reads DCP's metadata, and executes nothing of whoever has written it."""
+    """Reads DCP's metadata without executing code from it."""
 
     def find_class(self, module: str, name: str) -> Any:
         is_kind = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
@@ -110,7 +110,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 def _member(of: Any, name: Any) -> Any:
-    """Stands for getattr in metadata, and gives members of DCP's enum alone.
+    """Replaces getattr in metadata, and returns only members of DCP's enum.
 
     Python 3.11.0 to 3.11.3 pickles a member by its name, as `getattr(enum, name)`. Others pickle its value.
     """
@@ -120,7 +120,7 @@ def _member(of: Any, name: Any) -> Any:
 
 
 class _Reader(dcp.FileSystemReader):
-    """Reads the metadata once: DCP asks for them again, and another user could have swapped the file by then."""
+    """Reads the metadata once. DCP asks for them again, and another user could swap the file in between."""
 
     _known: Metadata | None = None
 
@@ -139,10 +139,10 @@ class _Reader(dcp.FileSystemReader):
 
 
 def weights_in(folder: Path) -> dict[str, Tensor]:
-    """The weights in a verified checkpoint, whatever their model and writer, on the CPU.
+    """Read the weights in a verified checkpoint, whatever their model and writer, on the CPU.
 
     Raises:
-        ValueError: it cannot be read.
+        ValueError: the checkpoint cannot be read.
     """
     try:
         reader = _Reader(folder)
@@ -162,10 +162,11 @@ def weights_in(folder: Path) -> dict[str, Tensor]:
 def _make_places(
     optim: dict[str, Any], parameters: dict[str, nn.Parameter], written: Written, metadata: Metadata
 ) -> None:
-    """Give a fresh optimizer's state a place for all that the checkpoint holds: DCP reads what has one.
+    """Make places in a fresh optimizer's state for all that the checkpoint holds, because DCP reads only what has a
+    place.
 
-    With other parameters frozen there were other groups. What no step had used had no state, and what the optimizer
-    makes in later steps only may be there.
+    With other frozen parameters there were other groups. A parameter that no step had used has no state, and there may
+    be state that the optimizer makes only in later steps.
     """
     own, state = optim["param_groups"][0], optim["state"]
     groups: dict[int, dict[str, Any]] = {}
@@ -192,7 +193,7 @@ def _make_places(
 
 
 def reason_of(error: BaseException) -> str:
-    """The innermost cause of a failed save: DCP wraps an OSError in several layers of its own."""
+    """Return the innermost cause of a failed save: DCP wraps an OSError in several layers."""
     error = cause_of(error)
     if isinstance(error, OSError) and error.strerror:
         return one_line(f"{error.strerror}" + (f": {error.filename}" if error.filename else ""))
@@ -200,7 +201,7 @@ def reason_of(error: BaseException) -> str:
 
 
 def cause_of(error: BaseException) -> BaseException:
-    """What is inside the layers of DCP."""
+    """Return the error inside DCP's layers."""
     if isinstance(error, dcp.api.CheckpointException):
         for inner in error.failures.values():
             return inner[0] if isinstance(inner, tuple) else inner

@@ -1,4 +1,4 @@
-"""The manifest of a checkpoint: what makes it a whole, and how damage is found.
+"""The manifest of a checkpoint: what belongs to the checkpoint, and how damage is found.
 
 The manifest lists every file with its size and SHA-256 and carries a digest of itself. Nothing here imports torch.
 """
@@ -20,41 +20,42 @@ from train.run.run_folder import Run
 MANIFEST = "manifest.json"
 FORMAT = 1
 PARTIAL = ".partial-"
-"""How folders begin that are being written or removed."""
+"""Prefix of folders that are being written or removed."""
 DAMAGED = ".damaged-"
-"""Taken out of the way, and removed with the next save: its bytes are not those that were written."""
+"""Prefix of a checkpoint whose bytes are not those that were written. It is removed with the next save."""
 UNREADABLE = ".unreadable-"
-"""Taken out of the way, and kept: its disk could not read it, and perhaps can again."""
+"""Prefix of a checkpoint that the disk could not read, and perhaps can later. It is kept."""
 
 
 class Unreadable(ValueError):
-    """The system does not give out a checkpoint, which may be whole."""
+    """The system cannot read a checkpoint, which may be whole."""
 
 
 def manifest_text(content: dict[str, Any]) -> str:
-    """The one way to write a manifest: with it, a changed byte anywhere in the file shows."""
+    """Return the text of a manifest. There is only one text for a content, so that any changed byte in the file
+    shows."""
     body = {key: value for key, value in content.items() if key != "digest"}
     digest = hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
     return json.dumps(body | {"digest": digest}, indent=1, sort_keys=True) + "\n"
 
 
 def file_digest(path: Path) -> dict[str, Any]:
-    """Size and SHA-256 of a file, as the manifest lists them."""
+    """Return size and SHA-256 of a file, as the manifest lists them."""
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
         return {"size": file.tell(), "sha256": digest}
 
 
 def sha256_of(path: Path) -> str:
-    """SHA-256 of a file of any size; '' if there is none."""
+    """Return the SHA-256 of a file of any size; '' if there is no file."""
     return str(file_digest(path)["sha256"]) if path.is_file() else ""
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """The manifest of a checkpoint.
+    """Read the manifest of a checkpoint.
 
     Raises:
-        ValueError: it is missing or damaged; the message says which file and how.
+        ValueError: the manifest is missing or damaged; the message says how.
         Unreadable: the system cannot read it.
         Refused: a newer version of this package wrote it.
     """
@@ -78,10 +79,10 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 
 def verify(folder: Path) -> dict[str, Any]:
-    """The manifest of a checkpoint whose files are all there, none more, every byte as written.
+    """Verify a checkpoint: exactly its files are there, with every byte as written. Returns the manifest.
 
     Raises:
-        ValueError: it is not; the message names the file.
+        ValueError: the checkpoint is damaged; the message names the file.
         Unreadable: the system cannot read it.
         Refused: a newer version of this package wrote it.
     """
@@ -107,24 +108,25 @@ def verify(folder: Path) -> dict[str, Any]:
 
 
 def verified(run: Run, step: int) -> dict[str, Any]:
-    """The manifest of a run's checkpoint of this step. Raises Refused where that is not whole."""
+    """Verify a run's checkpoint of this step. Returns its manifest. Raises Refused if it is not whole."""
     folder = run.checkpoint(step)
     try:
         return verify(folder)
     except ValueError as error:
-        why = f"is damaged: {error}" if folder.exists() else "is gone, as --checkpoint.keep says; choose another"
+        why = f"is damaged: {error}" if folder.exists() else "was removed, as --checkpoint.keep says; choose another"
         raise Refused(f"the checkpoint of step {step} {why}") from None
 
 
 def newest_valid(run: Run, sets_aside: bool = False) -> tuple[int, dict[str, Any], list[str]]:
-    """Step and manifest of the newest whole checkpoint, or 0 and {}; and a line for each newer one that is not.
+    """Return step and manifest of the newest whole checkpoint, or 0 and {}, and a line for each newer one that is not
+    whole.
 
     Args:
-        sets_aside: take those out of the way. Only for the holder of the run's lock.
+        sets_aside: set those aside. Only for the holder of the run's lock.
 
     Raises:
-        Refused: none is whole and the system cannot read one of them, or a newer version of this package wrote it:
-            starting over would throw away what may be there.
+        Refused: none is whole and the system cannot read one of them, or a newer version of this package wrote it.
+            Starting from step 0 would throw away what may be there.
     """
     newest: tuple[int, dict[str, Any]] = 0, {}
     unused: dict[int, str] = {}
@@ -142,7 +144,7 @@ def newest_valid(run: Run, sets_aside: bool = False) -> tuple[int, dict[str, Any
     if unread and not newest[1]:
         step, first = next(iter(unread.items()))
         where = f"the disk, owner and mode of {run.checkpoints}"
-        raise Refused(f"{unused[step]}, nor is there an older one; look at {where}") from first
+        raise Refused(f"{unused[step]}, and there is no older one; check {where}") from first
     for step in unused if sets_aside else ():
         set_aside(run, step, UNREADABLE if step in unread else DAMAGED)
     return *newest, list(unused.values())
@@ -157,7 +159,7 @@ def clean(run: Run) -> None:
 
 
 def set_aside(run: Run, step: int, prefix: str = DAMAGED) -> None:
-    """Take a checkpoint out of the way of the one that will be written at the same step."""
+    """Rename a checkpoint, so that another one can be written at the same step."""
     folder = run.checkpoint(step)
     target = run.checkpoints / f"{prefix}{folder.name}"
     shutil.rmtree(target, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""Which checkpoints a run keeps, and the removal of the others."""
+"""Removes the checkpoints that a run does not keep."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from train.run.run_folder import Run
 
 
 def prune(run: Run, keep: int, metric: str) -> None:
-    """Remove all checkpoints but the newest `keep` and the best one, as checkpoint.best says."""
+    """Remove all checkpoints except the newest `keep` and the one that checkpoint.best names."""
     stay = set(run.steps_saved()[:keep])
     found = best(run, metric) if metric else None
     if found is not None:
@@ -32,8 +32,8 @@ def _take_away(run: Run, step: int) -> None:
 
 
 def make_room(run: Run, metric: str) -> list[int]:
-    """Remove the oldest checkpoint, but for the newest whole one and the best. The steps of those that could be spared,
-    of which it was the last; []: there is none, or none can be removed."""
+    """Remove the oldest checkpoint that is neither the newest whole one nor the best. Returns the steps of those that
+    could be removed, with the removed one last; []: there was none, or none can be removed."""
     with contextlib.suppress(OSError, Refused):
         found = best(run, metric) if metric else None
         stay = {newest_valid(run)[0], found.step if found is not None else 0}

@@ -49,24 +49,24 @@ class Saver:
         """
         Args:
             run: where checkpoints lie.
-            attempt: rank 0's number of it.
-            saved: called on rank 0 with the step of each checkpoint once it is durable; maybe from a thread.
+            attempt: rank 0's number of the attempt.
+            saved: called on rank 0 with the step of each checkpoint once it is durable, maybe from a thread.
         """
         self.run, self.attempt, self.config, self._saved = run, attempt, config, saved
         self.world = world.with_own_group()
         self._of_rank_0 = world.nodes > 1 and config.parallel.strategy not in SPREAD
-        """Whether rank 0 writes alone: the folder is its machine's."""
+        """Whether rank 0 writes alone, because the folder is on its machine."""
         self._writes = world.is_first or not self._of_rank_0
         writers = world.of_rank_0() if self._of_rank_0 else world
         staged = config.checkpoint.asynchronous and self._writes
         self._staging = Staging(writers.rank, writers.size) if staged else None
         self._pool = ThreadPoolExecutor(1, "save")
         self._busy: Future[None] | None = None
-        """What the thread does: it reserves memory, or writes a checkpoint."""
+        """The work of the thread: it reserves memory or writes a checkpoint."""
         self._is_prepared = False
         self._margin: float = 2**20
-        """Bytes that a save must leave free, to record the end of a run, say; less than 0: it takes what there is, and
-        the checkpoints before it go."""
+        """Bytes that a save must leave free, for example to record the end of a run. Less than 0: the save may use all
+        space, and older checkpoints are removed after it."""
 
     def close(self) -> None:
         """Free the memory, unless a checkpoint is still being written: it may wait for a peer that is gone."""
@@ -74,16 +74,17 @@ class Saver:
             self._staging.close()
 
     def prepare(self, state: TrainState) -> None:
-        """Allocate memory for copies in the background: the first touch of memory costs more than many copies into it.
+        """Allocate memory for copies in the background, because the first touch of memory costs more than many copies
+        into it.
 
-        Called after each step. Waits until the optimizer has its state, for fp16 may skip the first steps.
+        Called after each step. Does nothing until the optimizer has its state, because fp16 may skip the first steps.
         """
         if self._staging is not None and self._busy is None and not self._is_prepared and state.optimizer.state:
             self._is_prepared = True
             self._busy = self._pool.submit(self._staging.reserve, state.tree())
 
     def save(self, step: int, state: TrainState, facts: dict[str, Any]) -> None:
-        """Commit a checkpoint of this step, or begin to. A collective: all ranks call it.
+        """Save a checkpoint of this step, or start to. A collective: all ranks call it.
 
         The optimizer's gradients must be None. With `asynchronous`, `wait` says how it went.
 
@@ -91,7 +92,7 @@ class Saver:
             facts: plain values for the manifest, for example the configuration.
 
         Raises:
-            CannotSave: on every rank alike; what was there before is untouched.
+            CannotSave: on all ranks; older checkpoints are untouched.
         """
         self.wait()
         tree = state.tree() if self._writes else {}
@@ -111,8 +112,8 @@ class Saver:
         self._busy = self._pool.submit(work)
 
     def make_room(self, error: CannotSave) -> int:
-        """Remove an older checkpoint where a full disk is why a run's last one could not be written. Returns its step;
-        0: none was removed, so trying again makes no sense. A collective."""
+        """Remove an older checkpoint if a full disk prevented a run's last one. Returns its step; 0: none was removed,
+        so a second try makes no sense. A collective."""
         is_full = any(os.strerror(number) in str(error) for number in (errno.ENOSPC, errno.EDQUOT))
         if not self.world.any(is_full):
             return 0
@@ -125,8 +126,8 @@ class Saver:
         """Wait for the checkpoint that is being written.
 
         Raises:
-            CannotSave: it could not be written; on every rank alike.
-            RuntimeError: another rank is gone; whether it was written is unknown.
+            CannotSave: the checkpoint could not be written; on all ranks.
+            RuntimeError: another rank is gone; whether the checkpoint was written is unknown.
         """
         busy, self._busy = self._busy, None
         if busy is not None:

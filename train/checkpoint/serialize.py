@@ -1,6 +1,5 @@
-"""Serializes the training state into a pickled part, with a reference for each tensor, and the tensors; and back.
-
-So it travels through memory that outlives the ranks (snapshot.py), or from rank 0 to ranks without a folder or memory.
+"""Serializes the training state into a pickled part, with a reference for each tensor, and the tensors, and reads it
+back. It is used for snapshots (snapshot.py), and to send rank 0's state to ranks without a folder or memory.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from train.parallel.world import World
 
 _ALIGN = 64
 _PIECE = 64 << 20
-"""Bytes that one broadcast sends."""
+"""Maximum bytes that one broadcast sends."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,7 +33,7 @@ class TensorRef:
     """Stands for a tensor in the pickled part."""
 
     at: int
-    """Its offset in bytes from the first tensor."""
+    """Offset in bytes from the first tensor."""
     dtype: torch.dtype
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -56,19 +55,19 @@ class ShardRef:
 
 @dataclasses.dataclass
 class Serialized:
-    """A state that is ready to be copied into a buffer: each tensor once, also where several names share it."""
+    """A state that is ready to be copied into a buffer. A tensor that several names share is in it once."""
 
     tensors: list[Tensor] = dataclasses.field(default_factory=list)
     starts: list[int] = dataclasses.field(default_factory=list)
-    """The offset of each, in bytes."""
+    """The offset of each tensor, in bytes."""
     end: int = 0
     plain: bytes = b""
-    """All but the tensors."""
+    """Everything except the tensors."""
     _refs: dict[int, TensorRef] = dataclasses.field(default_factory=dict)
     _shards: dict[int, ShardRef] = dataclasses.field(default_factory=dict)
 
     def add(self, value: Any) -> Any:
-        """What stands for a value: a reference instead of a tensor."""
+        """Return the value with references instead of tensors."""
         if isinstance(value, DTensor):
             if id(value) not in self._shards:  # each to_local() is another tensor
                 local = self.add(value.to_local())
@@ -88,11 +87,11 @@ class Serialized:
 
     @property
     def size(self) -> int:
-        """Bytes of a buffer that it goes into."""
+        """Bytes of a buffer that can hold the state."""
         return begin_of_tensors(len(self.plain)) + self.end
 
     def copy_to(self, memory: Tensor) -> None:
-        """Copy the tensors into a buffer (uint8); a GPU does it in its stream, and the host does not wait."""
+        """Copy the tensors into a buffer (uint8). A GPU copies in its stream, and the host does not wait."""
         start = begin_of_tensors(len(self.plain))
         for tensor, at in zip(self.tensors, self.starts, strict=True):
             if tensor.numel():
@@ -101,7 +100,7 @@ class Serialized:
 
 
 def _bytes_of(value: Tensor) -> Tensor:
-    """The bytes of a tensor (uint8), on its device: a view where possible."""
+    """Return the bytes of a tensor (uint8) on its device, as a view if possible."""
     value = value.detach()
     if value.dim() == 4 and value.is_contiguous(memory_format=torch.channels_last):
         value = value.permute(0, 2, 3, 1)
@@ -109,12 +108,12 @@ def _bytes_of(value: Tensor) -> Tensor:
 
 
 def serialize(state: TrainState, fingerprint: str, step: int, mark: str) -> Serialized:
-    """The state of a run, ready to be copied.
+    """Serialize the state of a run.
 
     Args:
-        fingerprint: of all that must be the same where the copy is used.
-        step: after which the state is this.
-        mark: of the attempt that made the step.
+        fingerprint: of everything that must be the same where the snapshot is used.
+        step: the state is that after this step.
+        mark: the mark of the attempt that made the step.
     """
     serialized, weights = Serialized(), dict(state.module.state_dict(keep_vars=True))
     tree = {"model": weights, "optimizer": state.optimizer.state_dict(), "scaler": state.precision.scaling()}
@@ -125,19 +124,19 @@ def serialize(state: TrainState, fingerprint: str, step: int, mark: str) -> Seri
 
 @dataclasses.dataclass(frozen=True)
 class Content:
-    """A copy that has been read and verified."""
+    """A snapshot that has been read and verified."""
 
     step: int
     mark: str
     state: dict[str, Any]
     """`model`, `optimizer`, `scaler`, `extra`."""
     memory: Any
-    """The bytes that they are in: a map of a buffer, or an array."""
+    """The bytes of the tensors: a mapped buffer, or an array."""
     start: int
-    """The offset of the tensors in it."""
+    """The offset of the tensors in `memory`."""
 
     def tensor(self, ref: TensorRef) -> Tensor:
-        """A tensor that owns its memory."""
+        """Return a tensor with its own memory."""
         flat = torch.empty(0, dtype=ref.dtype)
         if ref.size:
             flat = torch.frombuffer(
@@ -147,10 +146,10 @@ class Content:
         return found.copy_(flat.as_strided(ref.shape, ref.stride)) if ref.size else found
 
     def walk(self, value: Any, mesh: DeviceMesh | None = None) -> Any:
-        """The value with tensors instead of references.
+        """Return the value with tensors instead of references.
 
         Args:
-            mesh: of the ranks that share the state, where each has a part of it.
+            mesh: of the ranks, if each has a part of the state.
         """
 
         def held(one: Any) -> Any:
@@ -166,7 +165,7 @@ class Content:
 
 
 def read(buffers: Buffers, slot: int, fingerprint: str) -> Content | None:
-    """The copy in a buffer; None if it is damaged, or of a state with another fingerprint."""
+    """Read the snapshot in a buffer; None if it is damaged or has another fingerprint."""
     with contextlib.suppress(OSError, pickle.UnpicklingError, KeyError, ValueError, EOFError, AttributeError):
         found = buffers.read(slot)
         if found is not None:
@@ -178,7 +177,7 @@ def read(buffers: Buffers, slot: int, fingerprint: str) -> Content | None:
 
 
 def apply(content: Content, state: TrainState) -> None:
-    """Load a copy into a model, its fresh optimizer and all else."""
+    """Load a snapshot into a model, its fresh optimizer and the rest of the state."""
     module, scaler = state.module, state.precision.scaler
     mesh = next((one.device_mesh for one in module.parameters() if isinstance(one, DTensor)), None)
     weights = OrderedDict(content.walk(content.state["model"], mesh))
@@ -196,7 +195,7 @@ def _number(value: Any) -> Any:
 
 
 def broadcast_state(world: World, state: TrainState) -> None:
-    """Give every rank the state of rank 0, bit for bit. A collective.
+    """Send rank 0's state to every rank, with the same bits. A collective.
 
     Needs host memory for one more copy of the state on each rank.
     """

@@ -1,8 +1,9 @@
-"""Copies of the training state in memory that outlives the ranks: a rank's death costs the steps since the last copy.
+"""Snapshots: copies of the training state in memory that outlives the ranks. A rank's death costs only the steps since
+the last one.
 
 In ddp rank 0 copies the whole state, with fsdp and hsdp each rank copies its part. All copy after the same step: rank 0
-requests a copy in the stats of a step, so often that copies take a hundredth of the time, and a rank that cannot take
-part refuses it there. A copy is sealed once the loss of its step is known to be finite and the lines of the run are
+requests a copy in the stats of a step, as often as copies take a hundredth of the time, and a rank that cannot take
+part vetoes it there. A copy is sealed once the loss of its step is known to be finite and the lines of the run are
 written up to it.
 
 On a GPU the device copies, between the update of the step and the next forward, into pinned memory, and the host does
@@ -32,17 +33,17 @@ from train.parallel.world import World
 log = logging.getLogger("train")
 
 SHARE = 0.01
-"""The part of the time that copies may take from training."""
+"""Maximum share of the time that copies may take from training."""
 _BUSY = 0.25
-"""The part of the time that a core may compute checksums while a GPU trains."""
+"""Maximum share of the time that a core may compute checksums while a GPU trains."""
 _SPEED = 1e9
-"""Bytes in a second: the first estimate of what a copy costs."""
+"""Bytes per second: the first estimate of the speed of a copy."""
 _SLACK = 1 << 16
-"""Bytes by which the pickled part of a state may grow with its numbers."""
+"""Bytes by which the pickled part of a state may grow."""
 _AT_ONCE = 1 << 26
-"""Bytes up to which memory is reserved without a thread, in some hundredths of a second."""
+"""Maximum bytes that are reserved without a thread, in some hundredths of a second."""
 _PATIENCE = 10.0
-"""Seconds to wait at the end for a copy that is under way: a device may hang."""
+"""Seconds to wait at the end for an unfinished copy, because a device may hang."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,7 +57,7 @@ class _Draft:
     ended: Any
     """CUDA events around the copy; None on a CPU."""
     seconds: float
-    """Time of the host that the copy took."""
+    """Seconds of the host that the copy took."""
 
 
 class Snapshots:
@@ -68,31 +69,31 @@ class Snapshots:
     ) -> None:  # fmt: skip
         """
         Args:
-            buffers: what this rank copies to or loads from; None: it has none.
-            is_on: whether there are to be copies; the same on all ranks.
+            buffers: this rank copies to and loads from them; None: it has none.
+            is_on: whether copies are wanted; the same on all ranks.
             is_sharded: each rank has a part of the state only.
-            fingerprint: of all that must be the same where a copy is used.
-            mark: of this attempt, the same on all machines.
-            memory_left: bytes of memory that can still be had.
+            fingerprint: of everything that must be the same where a copy is used.
+            mark: the mark of this attempt, the same on all machines.
+            memory_left: returns the bytes of memory that are left.
         """
         self.buffers, self._is_on, self._world, self.is_sharded = buffers, is_on, world, is_sharded
         self.fingerprint, self.memory_left, self._mark = fingerprint, memory_left, mark
         self._copies = is_sharded or world.is_first
         self._memory: list[PinnedMemory] = []
-        """The buffers, once they are reserved."""
+        """The buffers, after they are reserved."""
         self._thread: threading.Thread | None = None
         """Reserves the memory, or seals a copy."""
         self._draft: _Draft | None = None
         self._problem = ""
-        """Why there can be no more copies; '' while there can."""
+        """Why no more copies are possible; '' while they are."""
         self._is_over = False
         """Whether that has been reported, and this rank refuses copies from now on."""
         self.cost = 0.0
-        """Seconds that a copy takes; SHARE says how long to wait for the next one."""
+        """Seconds that a copy takes. SHARE says how long to wait before the next one."""
         self._costs = collections.deque[float](maxlen=3)
-        """Of the last copies; the least counts, because on a busy machine one may take very long."""
+        """Seconds of the last copies. The least counts, because on a busy machine one may take very long."""
         self._next = 0.0
-        """When the next copy may begin."""
+        """Time at which the next copy may start."""
         self._requested = collections.deque[bool](maxlen=4)
         """Whether this rank requested a copy, in each step whose stats are not read yet."""
         self._known = 0
@@ -102,7 +103,7 @@ class Snapshots:
         self._pace, self._last = 0.0, time.monotonic()
         """Seconds that a step takes, and when the last one ended."""
         self._steps_ahead = 2 if world.device.type == "cuda" else 1
-        """Ends of steps from a request to its copy: stats of a GPU are read a step later."""
+        """Number of steps from a request to its copy: stats of a GPU are read a step later."""
 
     def attach(self, state: TrainState, is_written: Callable[[], bool], say: Callable[[str], None]) -> None:
         """Set what is copied.
@@ -114,7 +115,7 @@ class Snapshots:
         self._state, self._is_written, self._say = state, is_written, say
 
     def copy_request(self) -> float:
-        """What this rank adds to the stats of the step that it computes; all copy where the sum is positive.
+        """Return what this rank adds to the stats of its step. All ranks copy if the sum is positive.
 
         1: a copy is due, by rank 0's clock; -1: this rank cannot take part.
         """
@@ -129,7 +130,8 @@ class Snapshots:
         return float(requests) if is_ready else -1.0
 
     def stats_read(self, step: int, requests: float) -> None:
-        """Take the sum of all ranks' requests in the stats of a step: its loss is finite, and its lines are written."""
+        """Use the sum of all ranks' requests in the stats of a step whose loss is finite and whose lines are
+        written."""
         if not self._is_on or self._is_over:
             return
         self._known = step
@@ -168,12 +170,12 @@ class Snapshots:
             self._prepare(self._serialize(step))
 
     def wait(self, seconds: float | None = None) -> None:
-        """Wait for a copy that is under way."""
+        """Wait for an unfinished copy."""
         if self._thread is not None:
             self._thread.join(seconds)
 
     def close(self) -> None:
-        """Give the memory back at the end of training, after a copy that is under way."""
+        """Give the memory back at the end of training, after an unfinished copy."""
         self.wait(_PATIENCE)
         if not self._is_busy:
             self._release()
@@ -243,7 +245,7 @@ class Snapshots:
         if missing > 0 and missing * ranks > left / 2:
             self._problem = (
                 f"{2 * ranks} x {format.size(size)} are more than half of the {format.size(left)} that are left; "
-                "a death costs the steps since the last checkpoint"
+                "a death now costs the steps since the last checkpoint"
             )
             return
         if not self.buffers.holds(size):  # else it is that of the attempt before
@@ -261,7 +263,7 @@ class Snapshots:
             self.buffers.reserve(size)
             device = self._world.device if self._world.device.type == "cuda" else None
             maps = self.buffers.map()
-            self._memory = [PinnedMemory(memory, device, "snapshots hold training up") for memory in maps]
+            self._memory = [PinnedMemory(memory, device, "snapshots make training wait") for memory in maps]
         except (OSError, ValueError, RuntimeError) as error:
             self._problem = str(error)
 
@@ -272,14 +274,14 @@ class Snapshots:
 
 
 def newest_common(buffers: Buffers, world: World) -> int:
-    """The newest step of which all ranks have a copy, by the headers alone; 0: none. A collective."""
+    """Return the newest step of which all ranks have a copy, by the headers alone; 0: none. A collective."""
     return max(set.intersection(*world.gather(set(buffers.steps))), default=0)
 
 
 def read(buffers: Buffers, world: World, step: int, fingerprint: str) -> Content | None:
-    """This rank's copy after a step, on all ranks or on none. A collective.
+    """Read this rank's copy after a step, on all ranks or on none. A collective.
 
-    Where a rank cannot use its copy, or they are of different attempts, all forget theirs.
+    If a rank cannot use its copy, or the copies are of different attempts, all ranks wipe theirs.
     """
     slot = buffers.steps[step]
     content = serialize.read(buffers, slot, fingerprint)

@@ -1,8 +1,8 @@
-"""Host memory that a state is copied to, so that training continues while it is written.
+"""Host memory to which a state is copied, so that training continues while the copy is written.
 
 One buffer of exactly the size that is needed, in which every tensor has its place; pinned as a whole where the state
 lies on a GPU. (torch's own pinned memory comes in powers of two, for each tensor.) What several ranks hold alike is
-divided among them first, so that each copies, and has memory for, its part alone.
+first divided among them, so that each copies and has memory for only its part.
 """
 
 from __future__ import annotations
@@ -27,16 +27,17 @@ from train.parallel.strategy import local
 log = logging.getLogger("train")
 
 _ALIGN = 64
-"""Bytes that a place begins at a multiple of: a line of the processor's cache."""
+"""Alignment of a place in bytes: a line of the processor's cache."""
 Path = tuple[str, ...]
 
 
 def own_part(state: dict[str, Any], rank: int, size: int) -> dict[str, Any]:
-    """The part of a state that a rank writes: all that it alone holds, and its share of what several ranks hold alike.
+    """Return the part of a state that a rank writes: all that only this rank holds, and its share of what several ranks
+    hold alike.
 
     A plain tensor is equal on all ranks; a DTensor on those that differ only in dimensions of the mesh over which it is
-    replicated. Each goes to the rank among them that has least so far, the large ones first. Everything but tensors
-    stays on every rank. Every rank computes the same division, without communication.
+    replicated. Each tensor goes to the rank among them that has least so far, the large ones first. Everything but
+    tensors stays on every rank. Every rank computes the same division, without communication.
     """
     loads: dict[int, list[int]] = {}
     keeps: dict[Path, bool] = {}
@@ -61,7 +62,7 @@ def own_part(state: dict[str, Any], rank: int, size: int) -> dict[str, Any]:
 
 
 def _tensors(value: Any, path: Path = ()) -> Iterator[tuple[Path, Tensor]]:
-    """The tensors in a tree of dicts. Lists are not divided."""
+    """Yield the tensors in a tree of dicts. Lists are not divided."""
     if isinstance(value, Tensor):
         yield path, value
     elif isinstance(value, dict):
@@ -70,7 +71,7 @@ def _tensors(value: Any, path: Path = ()) -> Iterator[tuple[Path, Tensor]]:
 
 
 def _copy_of(tensor: Tensor, rank: int, size: int) -> tuple[int, int]:
-    """The number of this rank's copy, and how many equal copies there are."""
+    """Return the number of this rank's copy, and the number of equal copies."""
     if not isinstance(tensor, DTensor):
         return rank, size
     mesh, place, copies = tensor.device_mesh, 0, 1
@@ -88,8 +89,8 @@ class PinnedMemory:
     def __init__(self, memory: mmap.mmap, device: torch.device | None, unpinned: str) -> None:
         """
         Args:
-            device: the GPU, which becomes this thread's; None: not pinned.
-            unpinned: the effect where it cannot be pinned, for the warning.
+            device: the GPU, which becomes the current one of this thread; None: not pinned.
+            unpinned: what happens if the memory cannot be pinned, for the warning.
         """
         memory.madvise(mmap.MADV_DONTFORK)  # a fork would make the GPU write to pages of the child
         self.map = memory
@@ -114,7 +115,7 @@ class PinnedMemory:
         )
 
     def unpin(self) -> None:
-        """Before the memory is unmapped: other memory may get its address."""
+        """Unpin the memory. Call it before the memory is unmapped, because other memory may get its address."""
         if self._device is not None:
             torch.cuda.set_device(self._device)  # a new thread would open the first one
             torch.cuda.cudart().cudaHostUnregister(self.bytes.data_ptr())
@@ -136,14 +137,14 @@ class Staging:
     def __init__(self, rank: int = 0, size: int = 1) -> None:
         self._rank, self._size = rank, size
         self._places: list[_Place] = []
-        """Of the tensors, in the order in which they are found."""
+        """Places of the tensors, in the order in which they are found."""
         self._memory: PinnedMemory | None = None
         self._device: torch.device | None = None
         """The GPU that the state lies on."""
 
     @property
     def bytes(self) -> int:
-        """Of host memory that is held."""
+        """Bytes of host memory that are held."""
         return len(self._memory.map) if self._memory is not None else 0
 
     def reserve(self, state: dict[str, Any]) -> None:
@@ -151,7 +152,8 @@ class Staging:
         self._allocate(own_part(state, self._rank, self._size))
 
     def copy(self, state: dict[str, Any]) -> dict[str, Any]:
-        """A copy of this rank's part of the state, which training cannot change. Valid until the next call."""
+        """Return a copy of this rank's part of the state, which training cannot change. It is valid until the next
+        call."""
         mine = own_part(state, self._rank, self._size)
         self._allocate(mine)
         copied = mapped(mine, functools.partial(self._copied, iter(self._places)))
@@ -180,7 +182,7 @@ class Staging:
         memory = mmap.mmap(-1, max(end, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         with contextlib.suppress(OSError):  # a kernel without huge pages
             memory.madvise(mmap.MADV_HUGEPAGE)
-        self._memory = PinnedMemory(memory, self._device, "checkpoints hold training up longer")
+        self._memory = PinnedMemory(memory, self._device, "checkpoints make training wait longer")
 
     def _release(self) -> None:
         if self._memory is not None:

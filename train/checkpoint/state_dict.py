@@ -25,7 +25,7 @@ warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavai
 
 @dataclasses.dataclass(frozen=True)
 class TrainState:
-    """All that a checkpoint holds, as it lives on one rank."""
+    """All that a checkpoint holds, as it is on one rank."""
 
     module: nn.Module
     optimizer: torch.optim.Optimizer
@@ -34,14 +34,14 @@ class TrainState:
     extra: Extra = dataclasses.field(default_factory=Extra)
 
     def tree(self) -> dict[str, Any]:
-        """As DCP writes it."""
+        """Return the state as DCP writes it."""
         return state_of(self.module, self.optimizer) | self.extra.state()
 
 
 def state_of(module: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
-    """Model and optimizer state under names that do not depend on how the model is spread.
+    """Return model and optimizer state under names that do not depend on how the model is spread.
 
-    Of an optimizer that has none yet (fp16 may leave out the first steps, and SGD never has any) there is none.
+    An optimizer may have no state yet (fp16 may leave out the first steps), or never (SGD).
     """
     state: dict[str, Any] = {"model": get_model_state_dict(module)}
     if optimizer is not None:
@@ -50,10 +50,10 @@ def state_of(module: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict
 
 
 def _optimizer_state(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """The state of an optimizer, empty where it has none yet.
+    """Return the state of an optimizer; empty if it has none yet.
 
-    torch would make a step of an optimizer without state, with gradients of 0. What remains of it counts in the
-    first real one: weights in moments, by weight decay; counters; a rate of 0, in ASGD and Rprop.
+    For an optimizer without state, torch would make a step with gradients of 0. Traces of it would count in the first
+    real step: weights in moments (by weight decay), counters, and a rate of 0 in ASGD and Rprop.
     """
     if optimizer.state:
         return get_optimizer_state_dict(module, optimizer)
@@ -67,16 +67,15 @@ def _optimizer_state(module: nn.Module, optimizer: torch.optim.Optimizer) -> dic
 
 
 def initialized_state(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """The state of a fresh optimizer with all that its first step makes; its values are placeholders to be loaded
-    over."""
+    """Return the state of a fresh optimizer with all that its first step makes. The values are placeholders."""
     with without_hooks(optimizer):
         return get_optimizer_state_dict(module, optimizer)
 
 
 @contextlib.contextmanager
 def without_hooks(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """While torch makes a step of an optimizer without state, with gradients and rates of 0: its hooks are off, and
-    parameters are restored. An optimizer of the task's own may add noise to them, whatever its rate is."""
+    """Context manager for torch's step of an optimizer without state, with gradients and rates of 0. Switches its hooks
+    off and restores parameters: the task's optimizer may add noise to them at any rate."""
     is_torchs = type(optimizer).__module__.startswith("torch.")
     parameters = (
         [] if optimizer.state or is_torchs else [p for group in optimizer.param_groups for p in group["params"]]
@@ -98,7 +97,7 @@ def without_hooks(optimizer: torch.optim.Optimizer) -> Iterator[None]:
 
 
 def size_of(state: Any) -> int:
-    """Bytes of the tensors in a state."""
+    """Return the bytes of the tensors in a state."""
     if isinstance(state, Tensor):
         return state.numel() * state.element_size()
     if isinstance(state, dict):
@@ -107,20 +106,21 @@ def size_of(state: Any) -> int:
 
 
 def weights_of(module: nn.Module) -> dict[str, Tensor]:
-    """The tensors of the model's state under clean names, where and as they are: maybe spread over ranks."""
+    """Return the tensors of the model's state under clean names, on their device, maybe spread over ranks."""
     return {name: t.detach() for name, t in get_model_state_dict(module).items() if isinstance(t, Tensor)}
 
 
 def weights(module: nn.Module) -> dict[str, Tensor]:
-    """The tensors of the state of a model that is whole here, on the CPU, contiguous, under clean names."""
+    """Return the tensors of the state of a whole model, on the CPU, contiguous, under clean names."""
     return {name: tensor.cpu().contiguous() for name, tensor in weights_of(module).items()}
 
 
 def weights_sha256(state: dict[str, Tensor], is_wanted: bool = True) -> str:
-    """SHA-256 over the tensors in sorted order of names: UTF-8 `name\\ndtype\\nd0,d1\\n`, then the little-endian bytes.
+    """Return the SHA-256 over the tensors in sorted order of names: UTF-8 `name\\ndtype\\nd0,d1\\n`, then the
+    little-endian bytes.
 
-    The dtype is written as `float32`; nothing stands between tensors. A collective where tensors are spread over ranks:
-    one after the other is gathered, never all of the model.
+    The dtype is written as `float32`, and nothing is written between tensors. A collective if tensors are spread over
+    ranks: they are gathered one after the other, never the whole model.
 
     Args:
         is_wanted: whether this rank needs it; else '' is returned.

@@ -39,7 +39,7 @@ def _buffer() -> mmap.mmap:
     try:
         return _idle.pop()
     except IndexError:
-        # on a page boundary, and shared: a fork (loader workers) during a write from private memory would corrupt it
+        # on a page boundary, and shared: a fork (of data workers) during a write from private memory would corrupt it
         return mmap.mmap(-1, _BUFFER, mmap.MAP_SHARED)
 
 

@@ -18,13 +18,14 @@ from torch.nn.functional import interpolate
 Pixels = npt.NDArray[np.uint8]
 """(height, width, 3) or, of a square to be filled, (3, size, size)."""
 AREA, RATIO, TRIES = (0.08, 1.0), (3 / 4, 4 / 3), 10
-"""Of a random crop: its share of the image and width over height, from where; and draws until one fits.
+"""Ranges of a random crop: its share of the image's area, its width over height; and the number of draws until one
+fits.
 
 As torchvision's RandomResizedCrop has them (Szegedy et al., Going deeper with convolutions, 2014).
 """
 _GAP = 2
-"""An image is decoded at a half, a quarter or an eighth of its size while its crop stays so many times larger than what
-it is resized to, so that the resize smooths over more than the decoder's step (Pillow's reducing_gap)."""
+"""An image is decoded at a half, a quarter or an eighth of its size while its crop stays this many times larger than
+its target, so that the resize smooths over more than the decoder's step (Pillow's reducing_gap)."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,32 +37,32 @@ class Crop:
     width: int
     height: int
     size: int
-    """Of the square."""
+    """Pixels per side of the square."""
     to: tuple[int, int]
     """Width and height that the box is resized to."""
     at: tuple[int, int] = (0, 0)
-    """Left and top of the square in that."""
+    """Left and top of the square in the resized box."""
     is_mirrored: bool = False
 
     @property
     def reduction(self) -> int:
-        """By how much the image may be decoded smaller: 1, 2, 4 or 8."""
+        """Factor by which the image may be decoded smaller: 1, 2, 4 or 8."""
         fits = (n for n in (8, 4, 2) if self.width >= _GAP * n * self.to[0] and self.height >= _GAP * n * self.to[1])
         return next(fits, 1)
 
     def reduced(self, by: int, width: int, height: int) -> Crop:
-        """The same of the image decoded at 1/by of its size, width x height pixels then."""
+        """Return the same crop of the image decoded at 1/by of its size, which then has width x height pixels."""
         left, top = self.left // by, self.top // by
         right, bottom = min(-(-(self.left + self.width) // by), width), min(-(-(self.top + self.height) // by), height)
         return dataclasses.replace(self, left=left, top=top, width=right - left, height=bottom - top)
 
 
 ChooseCrop = Callable[[int, int], Crop]
-"""From an image's width and height to its crop. What is random in it comes from Python's generator."""
+"""Maps an image's width and height to its crop. Draws from Python's generator."""
 
 
 def centre_crop(width: int, height: int, size: int, to: int, flips: bool = False) -> Crop:
-    """The square in the middle of the whole image, whose shorter side becomes `to` pixels."""
+    """Return the square in the middle of the whole image, whose shorter side becomes `to` pixels."""
     short = min(width, height)
     across, down = to * width // short, to * height // short
     at = round((across - size) / 2), round((down - size) / 2)
@@ -69,7 +70,7 @@ def centre_crop(width: int, height: int, size: int, to: int, flips: bool = False
 
 
 def random_crop(width: int, height: int, size: int) -> Crop:
-    """A random part of random shape, every second one mirrored."""
+    """Return a random crop of random shape; every second one is mirrored."""
     left, top, across, down = _random_box(width, height)
     return Crop(left, top, across, down, size, (size, size), is_mirrored=random.random() < 0.5)
 
@@ -88,7 +89,7 @@ def _random_box(width: int, height: int) -> tuple[int, int, int, int]:
 
 
 def resize_into(square: Pixels, image: Pixels, crop: Crop) -> None:
-    """Put the part of the image into the square, which is (3, size, size); by an antialiased bilinear filter.
+    """Resize the crop of the image into the square (3, size, size), with an antialiased bilinear filter.
 
     On 8-bit integers, as Pillow computes it: no value is further than 1 from Pillow's.
     """

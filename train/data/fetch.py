@@ -1,4 +1,4 @@
-"""From the indices of a micro batch to a batch, and what becomes of a sample that cannot be read."""
+"""From the indices of a micro batch to a batch, and what happens to a sample that cannot be read."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ _OF_THE_FILE = {
     None, errno.ENOENT, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.EINVAL,
     errno.ENAMETOOLONG,
 }  # fmt: skip
-"""Error numbers that recur with the same file; all others are of the machine, a disk or a network."""
+"""Error numbers that recur with the same file. All others come from the machine, a disk or a network."""
 TRAINING, EVALUATION = "training", "evaluation"
-"""Names of the training set, and of an evaluation set that its task gives none."""
+"""Names of the training set, and of an evaluation set without a name."""
 _REASON = 300
-"""Longest reason, in characters."""
+"""Maximum number of characters of a reason."""
 
 
 @dataclass
@@ -42,22 +42,22 @@ class BadSample:
 
     index: int
     set: str
-    """The name of its data set."""
+    """The name of its dataset."""
     file: str
-    """Its path, or '' where the data set does not have it."""
+    """Its path; '' if the dataset does not have it."""
     reason: str
     error: Exception
     trace: str = ""
-    """Of the process that read it, if that was another one."""
+    """Traceback of the process that read it, if that was another one."""
 
     def __str__(self) -> str:
         name = f"sample {self.index} of the {self.set} set"
         return f"{name} ({self.file})" if self.file and self.file not in self.reason else name
 
     def raised(self) -> Exception:
-        """What to raise where the run is to stop: what the data set raised, with the sample's name."""
+        """Return the error that stops the run: what the dataset raised, with the sample's name."""
         if isinstance(self.error, TrainingFailed):
-            return TrainingFailed(f"{self.reason} ({self}); to leave such samples out: --data.on_error skip")
+            return TrainingFailed(f"{self.reason} ({self}); to skip such samples: --data.on_error skip")
         self.error.sample = str(self)  # type: ignore[attr-defined]
         if self.trace:
             self.error.trace = self.trace  # type: ignore[attr-defined]
@@ -65,7 +65,7 @@ class BadSample:
         return self.error
 
     def portable(self) -> BadSample:
-        """Itself, with an error that can be pickled."""
+        """Return this sample with an error that can be pickled."""
         self.trace = "".join(traceback.format_exception(self.error))
         try:
             pickle.loads(pickle.dumps(self.error))
@@ -75,14 +75,14 @@ class BadSample:
 
 
 class _OfAnotherProcess(Exception):
-    """Shows the traceback of the process in which an exception came up."""
+    """Shows the traceback of the process in which an exception was raised."""
 
     def __str__(self) -> str:
         return f"\n{self.args[0]}"
 
 
 def passes(error: BaseException) -> bool:
-    """Whether reading the same sample again may well succeed: memory, a disk, a network, too many open files."""
+    """Whether reading the same sample again may succeed: memory, a disk, a network, too many open files."""
     if isinstance(error, (MemoryError, torch.OutOfMemoryError, ConnectionError, TimeoutError)):
         return True
     return isinstance(error, OSError) and error.errno not in _OF_THE_FILE
@@ -97,13 +97,13 @@ def gatherer(
     dataset: Any, collate: Callable[[list[Any]], Any] | None, skip: bool, made_by: Callable[..., Any] | None = None,
     name: str = TRAINING, keep: Callable[[Tensor], Tensor] | None = None, sets_epoch: bool = True,
 ) -> Callable[[MicroBatch], tuple[Any, Sequence[BadSample]]]:  # fmt: skip
-    """The function that turns a micro batch's indices into a batch and those samples of it that cannot be read.
+    """Return the function that turns a micro batch's indices into a batch and its samples that cannot be read.
 
-    With `skip` the batch is made of the others, and None without any; else it is None where there is a bad one, and
-    only the first is named, which may be one that does not go into a batch with the others. What may pass (see
-    `passes`) is raised, as is whatever else `collate` raises. Generators in the file of `made_by` are seeded too.
-    `name` is that of the data set in messages. `keep` gives the tensors in memory where they are to be kept.
-    `sets_epoch` says whether `set_epoch` of the data set is called.
+    With `skip` the batch is made of the other samples, and is None if there are none. Without `skip` it is None if
+    there is a bad sample, and only the first bad one is named, which may be one that does not fit into a batch with the
+    others. Errors that may pass (see `passes`) are raised, as is whatever else `collate` raises. Generators in the file
+    of `made_by` are seeded too. `name` is that of the dataset in messages. `keep` gives the tensors in memory where
+    they are to be kept. `sets_epoch` says whether `set_epoch` of the dataset is called.
     """
     tensors, rows = _in_memory(dataset) if collate is None else ((), None)
 
@@ -124,7 +124,7 @@ def gatherer(
 
 @dataclass
 class Items:
-    """Makes batches of a data set's items."""
+    """Makes batches of a dataset's items."""
 
     dataset: Any
     collate: Callable[[list[Any]], Any] | None
@@ -135,7 +135,7 @@ class Items:
     own: list[Seed] | None = None
     """The task's generators, found in the process that fetches."""
     epoch: int | None = None
-    """The one that the data set knows of."""
+    """The epoch that the dataset knows."""
 
     def gather(self, micro: MicroBatch) -> tuple[Any, Sequence[BadSample]]:
         if self.own is not None:
@@ -153,7 +153,8 @@ class Items:
         seed_owned(self.own or (), micro.seed)
 
     def _set_epoch(self, epoch: int) -> None:
-        """Tell the data set. What it draws follows from the epoch alone, for an evaluation set may share it."""
+        """Tell the dataset the epoch. What it draws follows from the epoch alone, because an evaluation set may share
+        it."""
         for dataset in _with_epochs(self.dataset):
             seed = seed_of(epoch, "set_epoch")
             seed_host(seed)
@@ -162,7 +163,7 @@ class Items:
         self.epoch = epoch
 
     def items(self, micro: MicroBatch) -> tuple[list[Any], list[BadSample]]:
-        """The samples of a micro batch, drawn as its seed says, and those that cannot be read."""
+        """Return the samples of a micro batch, drawn with its seed, and those that cannot be read."""
         if micro.epoch != self.epoch and self.sets_epoch:
             self._set_epoch(micro.epoch)
         self._seed(micro)
@@ -220,7 +221,7 @@ class Items:
 
 
 def _with_epochs(dataset: Any, depth: int = 8) -> list[Any]:
-    """Return the data set if it has `set_epoch`, else those with it that it wraps, as Subset and ConcatDataset do."""
+    """Return the dataset if it has `set_epoch`, else those with it that it wraps, as Subset and ConcatDataset do."""
     if callable(getattr(dataset, "set_epoch", None)):
         return [dataset]
     parts = getattr(dataset, "datasets", None)
@@ -230,7 +231,8 @@ def _with_epochs(dataset: Any, depth: int = 8) -> list[Any]:
 
 
 def shape_error(join: Callable[[list[Any]], Any], items: Sequence[Any]) -> tuple[int, Exception] | None:
-    """Which of these items cannot become a batch with the others, and why; None where it is no single one's fault."""
+    """Return which of these items cannot become a batch with the others, and why; None if no single item is the
+    cause."""
 
     def problem(*some: Any) -> Exception | None:
         try:
@@ -261,10 +263,10 @@ def shape_error(join: Callable[[list[Any]], Any], items: Sequence[Any]) -> tuple
 
 
 def _in_memory(dataset: Any) -> tuple[tuple[Tensor, ...], Tensor | None]:
-    """The tensors whose rows are a data set's items, and which row each item is, where it is a part of them.
+    """Return the tensors whose rows are a dataset's items, and the row of each item if the dataset is a part of them.
 
-    Of torch's TensorDataset and its Subset (what random_split makes) themselves: what is derived from them may have
-    other items. Else no tensors.
+    Only for torch's TensorDataset and a Subset of one (as random_split makes), because a derived class may have other
+    items. Else returns no tensors.
     """
     rows: Tensor | None = None
     while type(dataset) is Subset:
@@ -282,7 +284,7 @@ def _in_memory(dataset: Any) -> tuple[tuple[Tensor, ...], Tensor | None]:
 def fetcher(
     dataset: Any, collate: Callable[[list[Any]], Any] | None, name: str = TRAINING
 ) -> Callable[[MicroBatch], Any]:
-    """The function that turns a micro batch's indices into a batch; a sample that cannot be read is an exception."""
+    """Return the function that turns a micro batch's indices into a batch. A sample that cannot be read raises."""
     gather = gatherer(dataset, collate, skip=False, name=name)
 
     def fetch(micro: MicroBatch) -> Any:
@@ -299,17 +301,17 @@ def _bad(dataset: Any, index: int, name: str, error: Exception | SystemExit) -> 
     reason = one_line(error if known else f"{type(error).__name__}: {error}")[: 2 * _REASON if known else _REASON]
     try:
         file = file_of(dataset, index)
-    except Exception:  # a data set that only looks like one of torch's
+    except Exception:  # a dataset that only looks like one of torch's
         file = ""
-    if isinstance(error, (StopIteration, SystemExit)):  # raised on, they would end a generator, or a loader process
+    if isinstance(error, (StopIteration, SystemExit)):  # raised on, they would end a generator or a data worker
         error = RuntimeError(f"{type(error).__name__}: {error}").with_traceback(error.__traceback__)
     return BadSample(index, name, file, reason, error)
 
 
 def file_of(dataset: Any, index: int) -> str:
-    """The file of a sample, '' where the data set does not have it.
+    """Return the file of a sample; '' if the dataset does not have it.
 
-    Looks through torch's Subset and ConcatDataset; asks shards; and looks for a list of paths as long as the data set:
+    Looks through torch's Subset and ConcatDataset; asks shards; and looks for a list of paths as long as the dataset:
     `samples` of an ImageFolder, or whatever it is called.
     """
     while True:

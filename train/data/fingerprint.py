@@ -1,8 +1,9 @@
-"""The fingerprint of a run's data, in a small file, so that a resume over other data is noticed and names what differs.
+"""The fingerprint of a run's data in a small file. With it a resume over other data is noticed, and the difference is
+named.
 
-Of files it has their paths relative to the root, their sizes and their order, never their times: data may be copied and
-moved as a whole. Of what is in memory it has a digest of the bytes, or of pieces of large arrays. A task's own
-`fingerprint(config)` takes the place of both.
+For files we record their paths relative to the root, their sizes and their order, but not times, so data may be copied
+and moved as a whole. For what is in memory we record a digest of the bytes, or of pieces of large arrays. A task's
+`fingerprint(config)` replaces both.
 """
 
 from __future__ import annotations
@@ -24,22 +25,23 @@ from train.errors import Refused, may_pass
 
 FORMAT = 2
 FACTS = "data.json"
-"""In the run folder."""
+"""Name of the file in the run folder."""
 LISTED = 200_000
-"""Most files that are listed with their sizes, so that a difference has a name; of more a digest is recorded."""
+"""Maximum number of files that are listed with their sizes, so that a difference can be named. Of more files only a
+digest is recorded."""
 _SAMPLED, _PIECES = 1 << 26, 256
-"""Bytes from which an array is looked at in places, and in how many."""
+"""Bytes above which only pieces of an array are read, and the number of pieces."""
 _ITEMS = 100_000
-"""Items of a list that are looked at."""
+"""Maximum number of items of a list that are read."""
 _SHOWN = 200
-"""Most characters of a value of `fingerprint(config)`; of a longer one a digest is recorded."""
+"""Maximum number of characters of a value of `fingerprint(config)`; of a longer one a digest is recorded."""
 _CHUNK = 1000
 _OWN = "fingerprint(): "
-"""What facts of a task's own begin with."""
+"""Prefix of the facts that a task's fingerprint() returns."""
 
 
 def of_sets(root: str, own: Any, train_set: Any, eval_sets: Mapping[str, Any]) -> dict[str, Any]:
-    """The fingerprint of these data sets, as it is written into the run folder.
+    """Return the fingerprint of these datasets, as it is written into the run folder.
 
     Args:
         root: data.root; '' without one.
@@ -61,10 +63,10 @@ def of_sets(root: str, own: Any, train_set: Any, eval_sets: Mapping[str, Any]) -
 
 
 def recorded(folder: Path) -> dict[str, Any] | None:
-    """The fingerprint in a run folder; None of a run that has none.
+    """Return the fingerprint in a run folder; None if there is none.
 
     Raises:
-        Refused: it is damaged.
+        Refused: the file is damaged.
     """
     path = folder / FACTS
     try:
@@ -73,18 +75,18 @@ def recorded(folder: Path) -> dict[str, Any] | None:
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, TypeError):
-        raise Refused(f"{path} is damaged; put it back, or remove it to go on without looking at the data") from None
+        raise Refused(f"{path} is damaged; put it back, or remove it to resume without comparing the data") from None
 
 
 def hidden_in(then: dict[str, Any]) -> list[str]:
-    """The hidden files of a fingerprint: taken by a user's own reader, or by a task of an earlier version."""
+    """Return the hidden files of a fingerprint: a user's own reader took them, or a task of an earlier version."""
     own = [key.removeprefix(_OWN) for key in then["facts"] if key.startswith(_OWN)]
     files = then["files"] if isinstance(then["files"], dict) else ()
     return [name for name in [*files, *own] if is_below_hidden(name)]
 
 
 def differences(then: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """In what the data of two fingerprints of this format differ; the most telling first."""
+    """Return the differences between the data of two fingerprints of this format, the most telling first."""
     before, after = then["files"], now["files"]
     if isinstance(before, dict) and isinstance(after, dict):
         missing = [name for name in before if name not in after]
@@ -108,14 +110,14 @@ def differences(then: dict[str, Any], now: dict[str, Any]) -> list[str]:
         elif what == "order of files":
             differences_found.append(f"the files of the {of} come in another order: datasets() must sort them")
         else:
-            differences_found.append(f"{what} of the {of}: not as it was")
+            differences_found.append(f"{what} of the {of} has changed")
     return differences_found
 
 
 def _look(
     facts: dict[str, Any], files: dict[str, int], of: str, dataset: Any, root: str, seen: set[int]
 ) -> None:  # fmt: skip
-    """Take in what a data set and those that it is made of hold as attributes, without asking for samples."""
+    """Record what a dataset, and those it is made of, hold as attributes. Asks for no sample."""
     if id(dataset) in seen:
         return
     seen.add(id(dataset))
@@ -141,7 +143,7 @@ def _look(
 
 
 def _paths(values: Sequence[Any]) -> list[str] | None:
-    """The files that these values are, or begin with as in (file, class); None if they are something else."""
+    """Return the files that these values are, or begin with as in (file, class); None if they are something else."""
     found = [value[0] if isinstance(value, (list, tuple)) and value else value for value in values]
     for value in (found[0], found[-1]):
         if not isinstance(value, (str, Path)) or not os.path.isfile(value):  # noqa: PTH113 - pathlib
@@ -152,7 +154,7 @@ def _paths(values: Sequence[Any]) -> list[str] | None:
 
 
 def _relative(root: str, paths: list[str]) -> list[str]:
-    """Paths relative to the root; to the folder they share, where one of them lies elsewhere."""
+    """Return paths relative to the root, or to their common folder if one lies elsewhere."""
     base = os.path.abspath(root).rstrip("/") if root else ""  # noqa: PTH100
     if not base or not all(path.startswith(f"{base}/") for path in paths):
         base = os.path.commonpath([path.rpartition("/")[0] or "/" for path in paths]).rstrip("/")
@@ -160,7 +162,7 @@ def _relative(root: str, paths: list[str]) -> list[str]:
 
 
 def _sizes(paths: list[str]) -> Iterator[int]:
-    """Bytes of each file, by many threads: on a network each look takes its time."""
+    """Yield the bytes of each file. Many threads look, because each look over a network takes time."""
 
     def look(start: int) -> list[int]:
         return [_size(path) for path in paths[start : start + _CHUNK]]
@@ -180,7 +182,7 @@ def _size(path: str) -> int:
 
 
 def _feed(digest: Any, value: Any, root: str) -> bool:
-    """Take numbers, texts, arrays and lists of them into a digest; False where there is anything else among them."""
+    """Add numbers, texts, arrays and lists of them to a digest. Returns False if there is anything else among them."""
     if isinstance(value, (list, tuple)):
         digest.update(f"{len(value)} items\0".encode())
         return all(_feed(digest, item, root) for item in value[:: max(len(value) // _ITEMS, 1)])
@@ -201,7 +203,7 @@ def _feed(digest: Any, value: Any, root: str) -> bool:
 
 
 def _array(value: Any) -> Any:
-    """An array of the values, or of their bytes; None of what has none here, as on a device or of Python objects."""
+    """Return an array of the values or of their bytes; None for values on a device and for Python objects."""
     if isinstance(value, np.ndarray):
         return None if value.dtype.hasobject else value
     if value.layout != torch.strided or value.device.type != "cpu":
@@ -214,7 +216,7 @@ def _array(value: Any) -> Any:
 
 
 def _pieces(array: Any) -> Iterator[Any]:
-    """All of an array; of a large one _PIECES pieces spread over it."""
+    """Yield the whole array, or _PIECES pieces spread over a large one."""
     rows = array.reshape(-1) if array.flags.c_contiguous else array
     if rows.nbytes <= _SAMPLED:
         yield rows
@@ -225,5 +227,5 @@ def _pieces(array: Any) -> Iterator[Any]:
 
 
 def sha256_of(text: str) -> str:
-    """The SHA-256 of a text, which may name a file that is no UTF-8."""
+    """Return the SHA-256 of a text, which may name a file that is not UTF-8."""
     return hashlib.sha256(text.encode("utf-8", "surrogateescape")).hexdigest()

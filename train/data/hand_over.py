@@ -1,7 +1,7 @@
-"""How a loader worker hands a fetched micro batch over to its rank.
+"""How a data worker sends a fetched micro batch to its rank.
 
-The worker pickles the batch itself, where an error is the micro batch's own. torch leaves that to a thread of the
-worker's queue: there an error is printed, the batch is lost, and the rank waits for it for ever.
+The worker pickles the batch itself, so that an error belongs to the micro batch. torch leaves the pickling to a thread
+of the worker's queue: there an error is printed, the batch is lost, and the rank waits for it forever.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from train.errors import TrainingFailed, one_line
 NO_FILES = (errno.EMFILE, errno.ENFILE)
 """Error numbers of a process, or a machine, that can open no more files."""
 _OF_SYSTEM = ("Too many open files", "received 0 items of ancdata", "shared memory", "DataLoader worker")
-"""What torch's and Python's RuntimeErrors have in their texts that are about files, memory and other processes.
-Python says `ancdata` where a file was sent to a process that can open no more."""
+"""Texts of torch's and Python's RuntimeErrors about files, memory and other processes. Python says `ancdata` if a file
+was sent to a process that can open no more files."""
 _CAUSE = 400
-"""Longest cause in a message, in characters."""
+"""Maximum number of characters of a cause in a message."""
 
 
 @dataclass(frozen=True)
 class NotHandedOver:
-    """What a worker sends in place of a micro batch that it cannot hand over."""
+    """What a worker sends instead of a micro batch that it cannot send."""
 
     reason: str
     is_of_system: bool
@@ -56,7 +56,7 @@ def pickled(fetched: Any) -> Pickled | NotHandedOver:
     try:
         ForkingPickler(buffer, pickle.HIGHEST_PROTOCOL).dump(fetched)
     except Exception as error:
-        return _problem("a loader worker could not hand over a batch", error)
+        return _problem("a data worker could not send a batch", error)
     return Pickled(buffer.getvalue())
 
 
@@ -65,7 +65,7 @@ def _unpickled(content: bytes) -> Any:
     try:
         return pickle.loads(content)
     except Exception as error:
-        return _problem("a batch could not be taken over from a loader worker", error)
+        return _problem("a batch from a data worker could not be received", error)
 
 
 def taken(received: Any) -> Any:
@@ -81,7 +81,7 @@ def taken(received: Any) -> Any:
 
 
 def check_portable(error: Exception) -> None:
-    """Replace an error that a worker cannot send, for its class is inside a function, say.
+    """Replace an error that a worker cannot send, for example because its class is inside a function.
 
     Raises:
         RuntimeError: in place of that error.
@@ -117,8 +117,8 @@ def no_files() -> str:
 def end_without_files(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     """End this worker if it can open no more files: a `sys.excepthook`.
 
-    A rank fetches each tensor of a batch from a thread of the worker. Where that thread can open no file it would try
-    for ever, and the rank would wait. Python calls the hook for an error of that thread.
+    A rank fetches each tensor of a batch from a thread of the worker. If that thread can open no file, it would try
+    forever, and the rank would wait. Python calls the hook for an error of that thread.
     """
     sys.__excepthook__(kind, error, trace)
     if isinstance(error, OSError) and error.errno in NO_FILES:

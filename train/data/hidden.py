@@ -1,4 +1,4 @@
-"""What does not exist for any reader of folders: hidden names, and folders that programs leave beside data."""
+"""What readers of folders skip: hidden names, and folders that programs leave beside data."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Callable
 from typing import Any
 
 _LEFT = ("@eaDir", "__MACOSX", "lost+found")
-"""Of a Synology's index, of macOS in archives, and of a file system's check."""
+"""Folders of a Synology's index, of macOS in archives, and of a file system check."""
 
 
 def is_hidden(name: str) -> bool:
-    """Whether a file or folder of this name is no data: `.ipynb_checkpoints`, say, which JupyterLab makes."""
+    """Whether a file or folder of this name is not data, for example JupyterLab's `.ipynb_checkpoints`."""
     return (name.startswith(".") and name not in (".", "..")) or name in _LEFT
 
 
@@ -21,13 +21,13 @@ def is_below_hidden(path: str) -> bool:
 
 
 def visible_folders(folder: str) -> list[str]:
-    """The names of the folders in a folder, sorted."""
+    """Return the names of the folders in a folder, sorted."""
     with os.scandir(folder) as entries:
         return sorted(entry.name for entry in entries if not is_hidden(entry.name) and entry.is_dir())
 
 
 def without_hidden(kind: type[Any]) -> type[Any]:
-    """A torchvision data set of class folders (DatasetFolder, or one made of it) that does not see what is hidden."""
+    """Return a torchvision dataset class of class folders (DatasetFolder or a subclass) that skips hidden names."""
     from torchvision.datasets import folder
 
     class Visible(kind):

@@ -1,4 +1,5 @@
-"""Image files as a data set: decoded, cropped and put into a micro batch in place, as bytes until on the device."""
+"""Image files as a dataset: decoded, cropped and written into a micro batch in place. They are bytes until they are on
+the device."""
 
 from __future__ import annotations
 
@@ -17,20 +18,21 @@ from train.data.fetch import passes
 from train.errors import TrainingFailed, one_line
 
 _PIXELS = 178_956_970
-"""A JPEG of more pixels is left to Pillow, which takes it for a decompression bomb."""
+"""Maximum number of pixels of a JPEG here. Pillow reads larger ones, and refuses them as decompression bombs."""
 
 
 def read_image(path: str, choose: ChooseCrop) -> tuple[Pixels, Crop]:
-    """An image file as RGB pixels of 8 bits, at the resolution that its crop needs, and the crop in them.
+    """Read an image file as RGB pixels of 8 bits, at the resolution that its crop needs. Also returns the crop in these
+    pixels.
 
-    JPEG is decoded at reduced size where the crop is still large enough then.
+    JPEG is decoded at reduced size if the crop is still large enough then.
 
     Args:
         choose: called once, with the file's width and height.
 
     Raises:
-        TrainingFailed: it is no image, or a damaged one; the message begins with its path.
-        OSError: the disk or the network does not give it out, which may pass.
+        TrainingFailed: the file is not an image, or is damaged; the message begins with its path.
+        OSError: the disk or the network does not deliver the file, which may pass.
     """
     try:
         with open(path, "rb") as file:  # noqa: PTH123
@@ -65,7 +67,7 @@ def _decoded(content: bytes, choose: ChooseCrop) -> tuple[Pixels, Crop]:
 
 
 def rgb_pixels(image: Any) -> Pixels:
-    """Pillow's image as RGB pixels: 16 bits become 8, transparency is dropped."""
+    """Return Pillow's image as RGB pixels: 16 bits become 8, transparency is dropped."""
     if image.mode.startswith("I"):  # Pillow would cut off all above 255 instead of scaling
         plane = (np.array(image, np.int32).clip(0, 65535) + 128) // 257
         return np.repeat(plane.astype(np.uint8)[:, :, None], 3, axis=2)
@@ -87,7 +89,7 @@ class ImageItems(list[tuple[Tensor, int]]):
 
 
 def collate_images(items: list[Any]) -> Any:
-    """Items as a batch: of ImageItems without a copy, of others as torch does it."""
+    """Make a batch of items: without a copy for ImageItems, as torch does it for others."""
     return items.batch if isinstance(items, ImageItems) else default_collate(items)
 
 
@@ -114,7 +116,7 @@ class ImageFiles(Dataset[tuple[Tensor, int]]):
         return self.__getitems__([index])[0]
 
     def __getitems__(self, indices: list[int]) -> ImageItems:
-        """These items; `collate_images` makes the batch of them without a copy."""
+        """Return these items; `collate_images` makes the batch without a copy."""
         images = _shared_buffer((len(indices), 3, self._size, self._size))
         rows = images.numpy()
         for row, index in enumerate(indices):
@@ -126,7 +128,7 @@ class ImageFiles(Dataset[tuple[Tensor, int]]):
 
 
 class CropTransform:
-    """The transform of a torchvision data set: crops a decoded image, Pillow's or a tensor, to its square."""
+    """The transform of a torchvision dataset: crops a decoded image, Pillow's or a tensor, to its square."""
 
     def __init__(self, choose: ChooseCrop, size: int, augment: Augment | None = None) -> None:
         self._choose, self._size, self._augment = choose, size, augment
@@ -146,7 +148,7 @@ class CropTransform:
 
 
 def _shared_buffer(shape: tuple[int, ...]) -> Tensor:
-    """Memory for bytes; in a loader process shared with the training process, or it would be copied there."""
+    """Return memory for bytes. A data worker shares it with the training process, which would else copy it."""
     count = torch.Size(shape).numel()
     if get_worker_info() is None:
         return torch.empty(shape, dtype=torch.uint8)
@@ -155,7 +157,7 @@ def _shared_buffer(shape: tuple[int, ...]) -> Tensor:
 
 
 class Normalise:
-    """From bytes to floating point numbers of mean 0 and deviation 1, on the device where the bytes are."""
+    """Turns bytes into floating point numbers of mean 0 and deviation 1, on the device of the bytes."""
 
     def __init__(self, mean: tuple[float, ...], deviation: tuple[float, ...]) -> None:
         """Takes mean and deviation by channel, where bytes stand for 0 to 1."""
@@ -163,7 +165,7 @@ class Normalise:
         self._made: dict[torch.device, tuple[Tensor, Tensor]] = {}
 
     def __call__(self, images: Tensor) -> Tensor:
-        """(n, channels, height, width) of uint8 as float32."""
+        """Turn uint8 of shape (n, channels, height, width) into float32."""
         mean, factor = self._constants(images.device)
         if images.device.type != "cpu":
             return images.float().sub_(mean).mul_(factor)

@@ -38,23 +38,23 @@ from train.errors import Refused
 from train.signals import POLITE, end_with_parent
 
 _DYING = 1.0
-"""Seconds for which a worker whose connection is gone is waited for."""
+"""Seconds to wait for the exit of a worker whose connection is gone."""
 _IGNORED = (*POLITE, signal.SIGHUP)
-"""By workers: a save would wait for their data for ever."""
+"""Signals that workers ignore: else a save would wait for their data forever."""
 
 
 class _Fetching(Dataset[Any]):
-    """A data set whose items are whole micro batches: a MicroBatch is the index."""
+    """A dataset whose items are whole micro batches. A MicroBatch is the index."""
 
     def __init__(self, gather: list[Callable[[MicroBatch], tuple[Any, Sequence[BadSample]]]]) -> None:
-        """Takes what gathers micro batches of the training set, and of each evaluation set."""
+        """Takes the functions that gather micro batches of the training set and of each evaluation set."""
         self._gather = gather
 
     def fetch(self, micro: MicroBatch) -> tuple[MicroBatch, Any, Sequence[BadSample]]:
         return micro, *self._gather[micro.evaluation](micro)
 
     def __getitem__(self, micro: Any) -> Pickled | NotHandedOver:
-        """In a worker."""
+        """Fetch a micro batch in a worker."""
         try:
             _, batch, bad = self.fetch(micro)
         except Exception as error:
@@ -64,7 +64,7 @@ class _Fetching(Dataset[Any]):
 
 
 class _Sampler:
-    """What DataLoader asks for indices; every pass over the loader takes the plan that stands here then."""
+    """Gives DataLoader its indices. Every pass over the loader takes the current plan."""
 
     plan: Iterator[MicroBatch] = iter(())
 
@@ -75,10 +75,9 @@ class _Sampler:
 class Loader:
     """Fetches micro batches of the training and evaluation sets, in this process or in workers.
 
-    The workers are forked here, for the whole life of the loader, and not whenever an evaluation begins: a fork copies
-    one thread of its process and the locks of all, so a worker would wait for ever for a lock that another thread
-    held at that moment. So make the loader before other threads have work, and before this process touches a GPU:
-    what a fork inherits of one is broken.
+    The workers are forked here, for the whole life of the loader, and not at each evaluation. A fork copies one thread
+    of its process but the locks of all, so a worker could wait forever for a lock that another thread held. So make the
+    loader before other threads have work, and before this process touches a GPU: a fork cannot use an inherited GPU.
     """
 
     def __init__(
@@ -103,9 +102,9 @@ class Loader:
             dtype: floating point tensors are converted to it; None leaves them.
             channels_last: whether tensors of four dimensions are laid out so.
             on_device: what becomes of a batch there; what it draws at random is seeded by the micro batch.
-            made_by: the task's function that made the data sets; random generators in its file are seeded too.
+            made_by: the task's function that made the datasets; random generators in its file are seeded too.
             keeps: sets that are tensors in memory are copied to the device once. Without workers.
-            sets_epoch: whether data sets are told the epoch of what is fetched.
+            sets_epoch: whether datasets are told the epoch of what is fetched.
             skipped: called with samples that cannot be read, which are left out; None raises what the first one raised.
 
         Raises:
@@ -160,13 +159,13 @@ class Loader:
     def batches(
         self, plan: Iterator[MicroBatch], arrived: Callable[[], None] = lambda: None
     ) -> Iterator[tuple[MicroBatch, Any]]:
-        """The batches of these micro batches, in their order, on the device. They are fetched ahead.
+        """Yield the batches of these micro batches in order, on the device. They are fetched ahead.
 
-        One pass at a time: the next one ends it. Where samples were left out, the indices are those of the others;
-        without any, the batch is None.
+        One pass at a time: the next pass ends this one. If samples were left out, the indices are those of the others;
+        if none is left, the batch is None.
 
         Args:
-            arrived: called when a batch that was asked for is here, before anything is asked of the device.
+            arrived: called when a requested batch has arrived, before the device gets work for it.
         """
         for planned, batch, bad in pinned(self._fetched(plan), self._pin_for, bool(self._workers)):
             arrived()
@@ -185,7 +184,7 @@ class Loader:
         return self._fetch_there(plan)
 
     def _fetch_there(self, plan: Iterator[MicroBatch]) -> Iterator[Any]:
-        """In workers."""
+        """Fetch in workers."""
         self._sampler.plan = plan
         try:
             yield from map(taken, self._loader)
@@ -196,9 +195,9 @@ class Loader:
             raise RuntimeError(how) from None  # torch's words in the traceback would be read as another cause
 
     def _death(self, error: BaseException) -> str:
-        """How a worker has died, in torch's own form, where that is behind an error; '' where it is not.
+        """Return how a worker died, in torch's wording, if that caused the error; else ''.
 
-        torch says no more than that one is gone, or that what it has sent cannot be received.
+        torch only says that a worker is gone, or that its data cannot be received.
         """
         if isinstance(error, RuntimeError) and not str(error).startswith("DataLoader worker"):
             return ""
@@ -218,7 +217,8 @@ class Loader:
         return ""
 
     def _fetch_here(self, micro: MicroBatch) -> Any:
-        """In this process: on one thread, as a worker does, for some sums have other bits on several."""
+        """Fetch in this process, on one thread as a worker does, because some sums have other bits on several
+        threads."""
         before = torch.get_num_threads()
         if before == 1:
             return self._fetching.fetch(micro)
@@ -231,8 +231,8 @@ class Loader:
     def close(self) -> None:
         """End the workers.
 
-        Not left to the garbage collector: a traceback may hold the iterator until Python ends, and Python would wait
-        for ever for workers that ignore its SIGTERM, or are stuck in a sample.
+        The garbage collector would be too late: a traceback may hold the iterator until Python ends, and Python would
+        wait forever for workers that ignore its SIGTERM or are stuck in a sample.
         """
         try:
             end_workers = getattr(self._iterator, "_shutdown_workers", None)
@@ -251,10 +251,11 @@ class Loader:
 
 
 def begin_worker(_: int, rank: int) -> None:
-    """Make this process a worker of a rank, given its process id: leave stop signals to it, and open files anew.
+    """Make this process a worker of the rank with this process id: leave stop signals to the rank, and open files
+    again.
 
-    A forked process shares the open files of its parent, their read position with them: two workers that seek and read
-    through one handle (a plain file, h5py, sqlite, zipfile) would get each other's bytes.
+    A forked process shares its parent's open files and their read positions. Two workers that seek and read through one
+    handle (a plain file, h5py, sqlite, zipfile) would get each other's bytes.
     """
     for number in _IGNORED:
         signal.signal(number, signal.SIG_IGN)
@@ -269,17 +270,17 @@ def begin_worker(_: int, rank: int) -> None:
 
 
 def _check_files() -> None:
-    """See that workers can open this process's files anew.
+    """Check that workers can open this process's files again.
 
     Raises:
-        Refused: they cannot; the message names the file.
+        Refused: a worker cannot open a file; the message names it.
     """
     for fd in _open_files():
         try:
             own = _opened_again(fd)
         except OSError as error:
             raise Refused(
-                f"{Path(f'/proc/self/fd/{fd}').readlink()} is open here and cannot be opened by loader processes "
+                f"{Path(f'/proc/self/fd/{fd}').readlink()} is open here, but data workers cannot open it "
                 f"({error.strerror}); open it in __getitem__ instead of datasets(), or use --data.workers 0"
             ) from None
         if own is not None:
@@ -287,7 +288,7 @@ def _check_files() -> None:
 
 
 def _opened_again(fd: int) -> int | None:
-    """The file, opened anew at the same place; None: it was closed meanwhile, by the garbage collector perhaps.
+    """Open the file again at the same position. None: it was closed meanwhile, perhaps by the garbage collector.
 
     Raises:
         OSError: it cannot be opened.
@@ -302,8 +303,8 @@ def _opened_again(fd: int) -> int | None:
 
 
 def _open_files() -> list[int]:
-    """The regular files that are open here for reading, apart from standard input. A run's lock is open for writing
-    alone: it is held by all who share it."""
+    """Return the regular files that are open here for reading, except standard input. A run's lock is open only for
+    writing, because all who share it must hold it."""
     found = []
     for fd in map(int, os.listdir("/proc/self/fd")):
         with contextlib.suppress(OSError):  # the listing's own

@@ -1,11 +1,12 @@
 """Which sample is seen at which position: a keyed permutation, computed where it is needed.
 
-`order(seed, epoch, positions, length)` is a pure function with O(1) memory and O(1) random access, so the order
-depends neither on the number of ranks nor on loader workers nor on restarts, and resuming is arithmetic.
+`order(seed, epoch, positions, length)` is a pure function with O(1) memory and O(1) random access. So the order does
+not depend on ranks, data workers or restarts, and resuming is arithmetic.
 
 The permutation is an alternating Feistel network over the smallest 2^k >= length with cycle walking (Black and
-Rogaway, "Ciphers with arbitrary finite domains", CT-RSA 2002): values that fall outside the range are sent through
-again until they fall inside, which takes fewer than two passes on average. It shuffles; it keeps no secrets.
+Rogaway, "Ciphers with arbitrary finite domains", CT-RSA 2002): a value that falls outside the range is sent through
+again until it falls inside, which takes fewer than two passes on average. The permutation shuffles; it does not
+encrypt.
 """
 
 from __future__ import annotations
@@ -22,26 +23,26 @@ Values = npt.NDArray[Any]
 
 ROUNDS = 8
 ROUNDS_FEW = 24
-"""Rounds for up to 4096 samples: a round mixes little where a half has few bits, and 8 left orders of five samples
-between 0.7 and 1.6 times as frequent as they should be."""
+"""Number of rounds for up to 4096 samples. A round mixes little if a half has few bits: with 8 rounds, orders of five
+samples were 0.7 to 1.6 times as frequent as they should be."""
 
 
 _TABLE_BITS = 12
-"""Up to so many bits of an index, hashes are looked up: a half of them has 64 values."""
+"""Maximum bits of an index for which hashes are looked up in tables: a half of these bits has 64 values."""
 
 
 def seed_of(*parts: object) -> int:
-    """A 64-bit seed from any values with a stable text (numbers, names): the same on every machine."""
+    """Return a 64-bit seed from values with a stable text (numbers, names). It is the same on every machine."""
     text = "\0".join(map(str, parts)).encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
 
 
 def order(seed: int, epoch: int, positions: npt.ArrayLike, length: int) -> npt.NDArray[np.int64]:
-    """Data set indices at these positions of an epoch.
+    """Return the dataset indices at these positions of an epoch.
 
     Args:
         positions: integers in [0, length), any shape.
-        length: number of samples in the data set, at least 1.
+        length: number of samples in the dataset, at least 1.
 
     Returns:
         int64 array of the shape of `positions`; over all positions each index occurs exactly once.
@@ -68,7 +69,7 @@ def order(seed: int, epoch: int, positions: npt.ArrayLike, length: int) -> npt.N
 
 
 def _walk(values: Values, permute: Callable[[Values], Values], length: int) -> Values:
-    """Permute, and send what falls outside of the range through again."""
+    """Permute, and send values outside the range through again."""
     values = permute(values)
     outside = np.flatnonzero(values >= length)
     while outside.size:
@@ -79,7 +80,7 @@ def _walk(values: Values, permute: Callable[[Values], Values], length: int) -> V
 
 
 def _feistel(values: Values, keys: Values, bits: int) -> Values:
-    """A permutation of [0, 2^bits): each round mixes one half of the bits with a hash of the other."""
+    """Permute [0, 2^bits): each round mixes one half of the bits with a hash of the other half."""
     kind = values.dtype.type
     low_bits = kind(bits // 2)
     low_mask, high_mask = kind((1 << (bits // 2)) - 1), kind((1 << (bits - bits // 2)) - 1)
@@ -93,9 +94,9 @@ def _feistel(values: Values, keys: Values, bits: int) -> Values:
 
 
 def _feistel_of_few(values: Values, keys: Values, bits: int) -> Values:
-    """The same, in a tenth of the time: a half of so few bits has so few values that their hashes are looked up.
+    """Do the same in a tenth of the time: a half of so few bits has few values, whose hashes are looked up.
 
-    Halves are bytes, for bytes.translate looks up faster than NumPy does.
+    Halves are bytes, because bytes.translate looks up faster than NumPy.
     """
     low_bits, high_bits = bits // 2, bits - bits // 2
     hashes = _hash(np.arange(1 << high_bits, dtype=keys.dtype), keys[:, None])
@@ -111,7 +112,8 @@ def _feistel_of_few(values: Values, keys: Values, bits: int) -> Values:
 
 
 def _hash(values: Values, key: Any) -> Values:
-    """The finalizers of MurmurHash3 (32 bits) and SplitMix64 (64 bits) of value + key: every bit depends on all."""
+    """Hash value + key with the finalizer of MurmurHash3 (32 bits) or SplitMix64 (64 bits): every bit depends on
+    all."""
     kind = values.dtype.type
     mixed = values + key
     if kind is np.uint32:

@@ -1,7 +1,7 @@
-"""How a data set is cut: into epochs, global batches and micro batches. All arithmetic.
+"""How a dataset is cut into epochs, global batches and micro batches. All arithmetic.
 
-What a micro batch holds is known from (seed, epoch, step, micro batch) alone, so it makes no difference who fetches it:
-the training process or a loader worker, this rank or another, before or after a restart.
+The content of a micro batch follows from (seed, epoch, step, micro batch) alone. So it makes no difference who fetches
+it: the training process or a data worker, this rank or another, before or after a restart.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ import numpy.typing as npt
 from train.data.order import order, seed_of
 
 _CHUNK = 16384
-"""Positions whose order is computed at a time: a vectorised call costs little more for many than for one."""
+"""Number of positions whose order is computed at a time: a vectorised call costs little more for many than for one."""
 
 _EVALUATION = -1
-"""Stands for the epoch in the order by which samples of an evaluation are chosen."""
+"""Used as the epoch in the order that chooses the samples of an evaluation."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """How a data set is cut into epochs, global batches and micro batches. All arithmetic, no state.
+    """How a dataset is cut into epochs, global batches and micro batches. All arithmetic, no state.
 
-    Steps and epochs count from 0 here. The last global batch of an epoch is short when the division leaves a rest;
-    no sample is dropped or repeated, unless `drop_last` leaves out that batch.
+    Steps and epochs count from 0 here. The last global batch of an epoch may be short. No sample is dropped or
+    repeated, unless `drop_last` leaves out that batch.
     """
 
     length: int
@@ -40,7 +40,7 @@ class Plan:
     is_even: bool = False
     """The micro batches of a step differ by at most one sample; else all but the last one are full."""
     limit: int = 0
-    """Of an evaluation set: at most so many samples are evaluated; 0: all."""
+    """Maximum number of samples of an evaluation set that are evaluated; 0: all."""
 
     @functools.cached_property
     def steps_per_epoch(self) -> int:
@@ -55,21 +55,22 @@ class Plan:
         return step // self.steps_per_epoch
 
     def epoch_of(self, done: int) -> int:
-        """The epoch, counted from 1, in which step `done`, counted from 1, lies; 0 before the first step."""
+        """Return the epoch (counted from 1) of step `done` (counted from 1); 0 before the first step."""
         return self.epoch(done - 1) + 1 if done else 0
 
     def samples(self, step: int) -> int:
-        """True number of samples in the step's global batch."""
+        """Return the true number of samples in the step's global batch."""
         return min(self.batch_size, self.length - step % self.steps_per_epoch * self.batch_size)
 
     def micro_batches(self, step: int) -> int:
-        """Number of micro batches in the step's global batch."""
+        """Return the number of micro batches in the step's global batch."""
         return -(-self.samples(step) // self.micro_batch_size)
 
     def span(self, number: int, samples: int) -> tuple[int, int]:
-        """The place of a micro batch in a global batch of so many samples: its first one, and the one after its last.
+        """Return the place of a micro batch in a global batch of this many samples: its first sample, and the one after
+        its last.
 
-        Even ones are as many as full ones would be, the larger ones first.
+        There are as many even micro batches as full ones, and the larger ones come first.
         """
         size = self.micro_batch_size
         if not self.is_even:
@@ -79,13 +80,14 @@ class Plan:
         return low, low + least + (number < larger)
 
     def smallest(self, step: int) -> int:
-        """The number of samples in the smallest micro batch of a step."""
+        """Return the number of samples in the smallest micro batch of a step."""
         low, high = self.span(self.micro_batches(step) - 1, self.samples(step))
         return high - low
 
 
 def micro_batches_of_rank(rank: int, micros: int, world: int, is_ordered: bool = False) -> range:
-    """Which of a step's micro batches are a rank's: r, r + W, …; with `is_ordered` neighbours, from ceil(r M / W) on.
+    """Return which micro batches of a step are a rank's: r, r + W, …; with `is_ordered` neighbours, from ceil(r M / W)
+    on.
 
     No rank has more than ceil(M / W), nor less than that minus one.
     """
@@ -101,14 +103,15 @@ class Sharing:
     rank: int = 0
     world: int = 1
     is_ordered: bool = False
-    """Neighbouring ones to each rank, so that it can add up a part of a fixed order by itself."""
+    """Give each rank neighbouring micro batches, so that it can add up a part of a fixed order by itself."""
 
     @functools.lru_cache  # noqa: B019 - nearly every step has as many as the one before, and a process few of these
     def computed(self, micros: int) -> tuple[tuple[int, bool], ...]:
-        """The numbers of the micro batches that a rank computes in a step of so many, as many as any rank does.
+        """Return the numbers of the micro batches that a rank computes in a step of this many; every rank computes
+        equally many.
 
-        Where it has none left it computes the last one of the step again, with weight 0: each comes with whether it is
-        repeated.
+        A rank that has none left computes the step's last one again, with weight 0. Each number comes with whether it
+        is repeated.
         """
         own = [(number, False) for number in micro_batches_of_rank(self.rank, micros, self.world, self.is_ordered)]
         repeated = [(micros - 1, True)] * (math.ceil(micros / self.world) - len(own))
@@ -116,9 +119,9 @@ class Sharing:
 
 
 class MicroBatch(NamedTuple):
-    """What to fetch: data set indices and the seed of everything random while fetching and computing them.
+    """What to fetch: dataset indices and the seed of everything random while fetching and computing them.
 
-    A tuple, for one is made every step: a frozen dataclass of six fields takes 2 us more.
+    A tuple, because each step makes one: a frozen dataclass of six fields takes 2 us more.
     """
 
     step: int
@@ -126,15 +129,15 @@ class MicroBatch(NamedTuple):
     indices: npt.NDArray[np.int64]
     seed: int
     evaluation: int = 0
-    """The number of its evaluation set, counted from 1; 0: it is of the training set."""
+    """The number of its evaluation set, counted from 1; 0: the training set."""
     is_repeated: bool = False
-    """Another rank's: this one has none left in the step, and computes it again with weight 0."""
+    """Whether it is another rank's: this rank has none left in the step, and computes it again with weight 0."""
     epoch: int = 0
-    """Counted from 0. Of an evaluation: the one of the last step before it."""
+    """Counted from 0. For an evaluation, the epoch of the last step before it."""
 
 
 def micro_batches_of(plan: Plan, sharing: Sharing, first: int, last: int) -> Iterator[MicroBatch]:
-    """What a rank fetches in steps first <= step < last, in order."""
+    """Yield what a rank fetches in steps first <= step < last, in order."""
     chunk_key, chunk = (-1, -1), np.empty(0, dtype=np.int64)
     size = max(_CHUNK // plan.batch_size, 1) * plan.batch_size
     for step in range(first, last):
@@ -153,8 +156,8 @@ def micro_batches_of(plan: Plan, sharing: Sharing, first: int, last: int) -> Ite
 
 
 def evaluation_micro_batches(plan: Plan, sharing: Sharing, evaluation: int = 1, epoch: int = 0) -> Iterator[MicroBatch]:
-    """The micro batches of an evaluation set that a rank fetches, full ones but for the last: every sample once, in the
-    data set's order.
+    """Yield the micro batches of an evaluation set that a rank fetches: every sample once, in the dataset's order. All
+    but the last are full.
 
     With a limit, always the same random choice: the first samples of class folders are all of one class. `evaluation`
     is the number of the set; what is drawn at random does not depend on it, nor on the epoch.

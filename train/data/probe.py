@@ -1,7 +1,7 @@
-"""Fetches samples twice under one seed, in a process of its own, to see whether a run would be exact.
+"""Fetches samples twice under one seed, in a separate process, to see whether a run would be exact.
 
-What draws from the clock, from the operating system or from a state of its own gives other numbers the second time, and
-so it would after a resume, or on other numbers of workers and ranks.
+What draws from the clock, the operating system or an own state gives other numbers the second time. It would do so
+after a resume too, or with other numbers of workers and ranks.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ from train.data.plan import MicroBatch
 from train.data.seeding import search
 
 _SAMPLES = 8
-"""Maximum number of samples that are fetched of a set."""
+"""Maximum number of samples of a set that are fetched."""
 _PATIENCE = 4.0
-"""Seconds after which the answer is no longer waited for."""
+"""Seconds to wait for the answer."""
 _SLOW = 1.0
-"""Seconds: where the first samples took longer, they are not fetched again."""
+"""Seconds above which the first samples are not fetched again."""
 _REMEDY = "draw from random, NumPy or torch, or seed by the sample's index"
 _DEEP = 8
-"""Levels of containers that are compared."""
+"""Maximum depth of containers that are compared."""
 
 
 def why_not_exact(
     sets: Mapping[str, Any], collate: Callable[[list[Any]], Any] | None, made_by: Callable[..., Any], batch: int,
     seed: int,
 ) -> list[str]:  # fmt: skip
-    """Return why a run with these data sets would not be exact, as far as a look at a few samples shows.
+    """Return why a run with these datasets would not be exact, as far as a look at a few samples shows.
 
     The samples are fetched in a fork, so nothing of this reaches the run. What is too slow is not looked at.
 
@@ -83,7 +83,7 @@ def _looked_at(
     name: str, dataset: Any, collate: Callable[[list[Any]], Any] | None, made_by: Callable[..., Any], batch: int,
     seed: int,
 ) -> str:  # fmt: skip
-    """Why what is fetched of a set would not be exact; '' where nothing shows it."""
+    """Return why what is fetched of a set would not be exact; '' if nothing shows it."""
     count = min(batch, _SAMPLES, len(dataset))
     micro = MicroBatch(0, 0, order(seed, 0, np.arange(count), len(dataset)), seed)
     items, begun = Items(dataset, collate, False, made_by, name), time.monotonic()
@@ -100,13 +100,14 @@ def _looked_at(
             where, place = f"sample {index} of the {name} set differs", found
             break
     return (
-        f"{where}{f' in {place}' if place else ''} when fetched twice under one seed, so a resume, or other workers "
-        f"and ranks, give other results; {problem or _REMEDY}"
+        f"{where}{f' in {place}' if place else ''} when fetched twice under one seed, so a resume, or "
+        f"other numbers of workers and ranks, give other results; {problem or _REMEDY}"
     )
 
 
 def difference(one: Any, other: Any, depth: int = _DEEP) -> str | None:
-    """The place where two samples differ in a bit, '' for all of them; None where they do not, or nothing is known."""
+    """Return the place where two samples differ in a bit, '' for the whole; None if they do not, or if that is not
+    known."""
     if type(one) is not type(other):
         return ""
     if one is other or not depth:
@@ -135,7 +136,7 @@ def _first(parts: Sequence[tuple[str, Any, Any]], depth: int) -> str | None:
 
 
 def _bits(values: Any) -> Any:
-    """What two tensors or arrays have in common where they are equal bit for bit."""
+    """Return what is equal for two tensors or arrays with the same bits."""
     if isinstance(values, np.ndarray):
         return (values.shape, str(values.dtype), values.tobytes())
     if values.layout != torch.strided:

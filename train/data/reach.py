@@ -1,7 +1,7 @@
 """Finds the random generators that an object leads to, however it holds them.
 
-Follows attributes, slots, containers, closures, default arguments, partials, bound methods and the classes of a user's
-own; of the globals of a function the names that its code uses. Not into tensors, nor into the code of libraries.
+Follows attributes, slots, containers, closures, default arguments, partials, bound methods and a user's classes. Of the
+globals of a function it follows the names that the code uses. Does not enter tensors or the code of libraries.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ _LONG, _FIRST = 1000, 64
 """A container with more than `_LONG` items holds samples: only its first ones are followed. One with more than `_FIRST`
 generators has one for each sample: they are not returned."""
 _CLOSED = ("logging", "torch._", "torch.distributed")
-"""Modules whose objects lead to the machinery of a library."""
+"""Modules whose objects lead into the inner parts of a library."""
 _INSTALLED = ("site-packages", "dist-packages")
 _BUILT_IN = (dict, OrderedDict, list, tuple, set, frozenset)
 _TOO_MANY = (
-    "there are too many random generators to seed them all for every micro batch; keep one, or make one in "
-    "__getitem__, of the sample's index"
+    "there are too many random generators to seed them all for every micro batch; keep one, or make "
+    "one in __getitem__ from the sample's index"
 )
 Part = tuple[str, Any]
 """How an object is reached from the one before, and the object."""
@@ -79,7 +79,7 @@ def generators(holders: Iterable[Any]) -> tuple[list[Part], str]:
 
 
 def _may_lead(one: Any) -> bool:
-    """Whether a generator may be reached through it, or it is one."""
+    """Whether an object is a generator or may lead to one."""
     kind = type(one)
     if kind in _BUILT_IN and not gc.is_tracked(one):  # one of torch's is not tracked, nor is what holds it alone
         return any(map(_may_lead, itertools.islice(one.values() if isinstance(one, dict) else one, _LONG)))
@@ -89,7 +89,7 @@ def _may_lead(one: Any) -> bool:
 
 
 def _parts(one: Any) -> Iterable[Part]:
-    """What an object leads to."""
+    """Return what an object leads to."""
     kind = type(one)
     if kind is types.FunctionType:
         return _of_function(one)
@@ -108,7 +108,7 @@ def _parts(one: Any) -> Iterable[Part]:
 
 
 def _held(one: Any, kind: type) -> Iterator[Part]:
-    """Attributes and slots, whatever the class does when it is asked for them."""
+    """Yield attributes and slots, without calling the class's own code for them."""
     with contextlib.suppress(AttributeError):
         for name, value in dict(object.__getattribute__(one, "__dict__")).items():
             yield f".{name}", value
@@ -131,7 +131,7 @@ def _items(one: Any, kind: type) -> Iterable[Part]:
 
 
 def _named(items: Iterable[tuple[Any, Any]], length: int) -> Iterator[Part]:
-    """The values of a dict, and those keys that are no plain values."""
+    """Yield the values of a dict, and the keys that are not plain values."""
     for number, (key, value) in enumerate(itertools.islice(items, length if length <= _LONG else _FIRST)):
         name = repr(key) if type(key) in (str, int) else f"{number}"
         yield f"[{name}]", value
@@ -144,14 +144,14 @@ def _numbered(items: Iterable[Any]) -> list[Part]:
 
 
 def _of_class(kind: type) -> Iterator[Part]:
-    """The functions and values of a class and of those that it inherits from, apart from a library's."""
+    """Yield the functions and values of a class and its base classes, except a library's."""
     for base in kind.__mro__:
         if not _is_library(base.__module__):
             yield from ((f".{name}", value) for name, value in dict(vars(base)).items())
 
 
 def _of_function(one: types.FunctionType) -> Iterator[Part]:
-    """What a function holds, and what it uses of its globals."""
+    """Yield what a function holds, and the globals that it uses."""
     for name, cell in zip(one.__code__.co_freevars, one.__closure__ or (), strict=False):
         with contextlib.suppress(ValueError):  # it is not set yet
             yield f".{name}", cell.cell_contents
@@ -176,7 +176,7 @@ def _of_function(one: types.FunctionType) -> Iterator[Part]:
 
 
 def _names(code: types.CodeType) -> Iterator[str]:
-    """The names of globals and attributes that code uses, with that of the functions in it."""
+    """Return the names of globals and attributes that the code uses, also in functions inside it."""
     yield from code.co_names
     for inner in code.co_consts:
         if type(inner) is types.CodeType:

@@ -1,8 +1,8 @@
 """Seeds the random generators that fetching and computing draw from.
 
-Those of Python, NumPy and torch that everybody shares, and those that a task keeps (`self.rng = default_rng(0)` in a
-data set, `rng = …` in its file). Without a seed, one would continue from wherever it stands, in each loader process
-from the same place, and after a resume from its beginning.
+These are the shared ones of Python, NumPy and torch, and those that a task keeps (`self.rng = default_rng(0)` in a
+dataset, `rng = …` in its file). Without a seed, a generator would continue from where it is, in each data worker from
+the same place, and after a resume from its start.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from train.data.order import seed_of
 
 
 class Seed(NamedTuple):
-    """What seeds a generator that a task keeps."""
+    """Seeds a generator that a task keeps."""
 
     key: int | str
-    """Tells it from the others: the same in every process and attempt."""
+    """Identifies the generator: the same in every process and attempt."""
     set_to: Callable[[int], object]
 
 
 _DEPTH = 8
-"""Objects on the way to a generator, itself counted: joined data sets, their list, a part of one, the data set, its
-transforms, their list, one of them."""
+"""Maximum number of objects on the way to a generator, with the generator: joined datasets, their list, a part of one,
+the dataset, its transforms, their list, one of them."""
 _LONG = 64
-"""A list with more items holds samples, not transforms."""
+"""Maximum number of items in a list of transforms. A longer list holds samples."""
 _SHARED = [id(random._inst), id(np.random.mtrand._rand), id(torch.default_generator)]
-"""Seeded by `seed_host`."""
+"""Generators that `seed_host` seeds."""
 _NUMBERED = (random.Random, np.random.Generator, np.random.RandomState, torch.Generator)
 
 
@@ -50,7 +50,7 @@ def seed_host(seed: int) -> None:
 
 
 def seed_compute(seed: int, device: torch.device, tag: str = "compute", own: Sequence[Seed] = ()) -> None:
-    """Seed every generator that a forward pass may draw from, apart from those of fetching.
+    """Seed every generator that a forward pass may draw from, with other seeds than for fetching.
 
     Args:
         tag: what is computed.
@@ -65,20 +65,20 @@ def seed_compute(seed: int, device: torch.device, tag: str = "compute", own: Seq
 
 
 def seed_owned(generators: Sequence[Seed], seed: int) -> None:
-    """Give each of the generators that a task keeps a seed that follows from this one."""
+    """Seed each generator that a task keeps, with a seed that follows from this one."""
     for key, set_to in generators:
         set_to(seed_of(seed, "own", key))
 
 
 def owned(*holders: Any) -> list[Seed]:
-    """Find the generators that a task keeps; returns what seeds each, always in the same order."""
+    """Find the generators that a task keeps. Returns what seeds each, always in the same order."""
     return [*search(*holders)[0]]
 
 
 def search(*holders: Any) -> tuple[list[Seed], str]:
-    """The same as `owned`, and what is wrong with the search; '' where nothing is.
+    """Do the same as `owned`, and also return what is wrong with the search; '' if nothing is.
 
-    The first search numbers what it finds, and runs of before rely on these numbers. `reach` finds the others.
+    The first search numbers what it finds, and earlier runs rely on these numbers. `reach` finds the others.
     """
     near = _near(holders)
     reached, problem = reach.generators(holders)
@@ -91,8 +91,8 @@ def search(*holders: Any) -> tuple[list[Seed], str]:
 
 
 def _near(holders: Sequence[Any]) -> list[Any]:
-    """The generators in attributes of these objects, of their classes, and of what these hold (modules, data sets,
-    transforms in a list), and in the variables of the files that the objects and data sets come from."""
+    """Return the generators in attributes of these objects, of their classes and of what these hold (modules, datasets,
+    transforms in a list), and in the variables of the files that the objects and datasets come from."""
     seen: dict[int, Any] = {}
     found: list[Any] = []
     level = [part for holder in holders for part in (holder, *_file(holder))]
@@ -105,7 +105,7 @@ def _near(holders: Sequence[Any]) -> list[Any]:
 
 
 def _file(one: Any) -> list[Any]:
-    """The variables of the file that a function, or the class of another object, stands in."""
+    """Return the variables of the file that defines a function, or the class of another object."""
     kind = one if isinstance(one, types.FunctionType) else type(one)
     return list(vars(sys.modules.get(kind.__module__, types.SimpleNamespace())).values())
 
@@ -127,7 +127,7 @@ def _parts(one: Any) -> list[Any]:
 
 
 def _bits(one: Any) -> Any:
-    """The bit generator of one of NumPy's generators; None of another."""
+    """Return the bit generator of one of NumPy's generators; None for others."""
     if issubclass(type(one), np.random.RandomState):
         return one._bit_generator
     return one.bit_generator if issubclass(type(one), np.random.Generator) else None
@@ -146,7 +146,7 @@ def _seed(one: Any) -> Callable[[int], object]:
 
 
 def _seed_of_torch(one: torch.Generator, seed: int) -> None:
-    """That of a device only where it may draw: to seed it asks the driver, which ends a process forked from one that
-    has opened the device, as those of a loader are."""
+    """Seed a generator of torch. A device's is seeded only in the process that may draw from it: seeding asks the
+    driver, which would end a data worker, because that was forked beside an open device."""
     if one.device.type == "cpu" or get_worker_info() is None:
         one.manual_seed(seed & (2**63 - 1))

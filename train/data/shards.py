@@ -1,7 +1,7 @@
-"""Tar and parquet shards as map-style data sets: a sample by its number, which is what makes runs exact.
+"""Tar and parquet shards as map-style datasets. A sample is found by its number, which makes runs exact.
 
-What reads shards in turn (an IterableDataset) knows its place only by having read up to it, and every number of ranks
-and workers reads in another order. Here the order is the sampler's, as for any data set in memory.
+An IterableDataset reads shards in turn. It knows its place only by having read up to it, and its order depends on the
+number of ranks and workers. Here the order is the sampler's, as for any dataset in memory.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ from train.run.ownership import state_folder
 
 Decode = Callable[[dict[str, Any]], Any]
 INDEX = ".shards-index-{}.npz"
-"""Beside tar shards: where each sample of them lies; named for their names."""
+"""Name of the file beside tar shards that says where each sample lies; it holds a digest of their names."""
 _FORMAT = 2
 _END = 512
-"""Bytes of zeros that a whole tar ends with, at least."""
+"""Minimum number of zero bytes at the end of a whole tar file."""
 _HELD = 256 << 20
-"""Bytes of parquet row groups that a process keeps: a small set is read once."""
+"""Maximum bytes of parquet row groups that a process keeps, so that a small set is read once."""
 
 
 def shards(files: str | Path, decode: Decode | None = None) -> Shards:
-    """The samples of tar shards (as WebDataset names files) or of parquet files, by number.
+    """Return the samples of tar shards (with files named as by WebDataset) or of parquet files, by number.
 
     A sample of tar shards is a dict from the extensions of its files to their bytes (`{"__key__": "0001", "jpg": …,
     "cls": …}`: the files `0001.jpg` and `0001.cls`, one after the other); one of parquet files is a row, a dict from
@@ -48,7 +48,7 @@ def shards(files: str | Path, decode: Decode | None = None) -> Shards:
 
     Args:
         files: a folder, or a pattern of file names (`/data/train-*.tar`).
-        decode: makes of such a dict what the data set gives; None leaves it.
+        decode: turns such a dict into the dataset's item; None leaves it.
 
     Raises:
         Refused: there are no such files, one is damaged, or pyarrow, which reads parquet, is missing.
@@ -65,7 +65,7 @@ def shards(files: str | Path, decode: Decode | None = None) -> Shards:
 
 
 def _files(folder: Path, pattern: str, kind: str) -> list[Path]:
-    """Those of one kind, but hidden ones, in the order of their names."""
+    """Return the files of one kind except hidden ones, in the order of their names."""
     return sorted(path for path in folder.glob(pattern) if path.suffix == kind and not is_hidden(path.name))
 
 
@@ -74,7 +74,7 @@ class Shards(Dataset[Any]):
 
     def __init__(self, files: list[Path], samples: _Tar | _Parquet, decode: Decode | None) -> None:
         self.files = files
-        """A fingerprint takes their names and sizes."""
+        """The files. A fingerprint records their names and sizes."""
         self._samples, self._decode = samples, decode
 
     def __len__(self) -> int:
@@ -88,7 +88,7 @@ class Shards(Dataset[Any]):
         return sample if self._decode is None else self._decode(sample)
 
     def file_of(self, index: int) -> str:
-        """Where a sample lies, for messages."""
+        """Return where a sample lies, for messages."""
         return self._samples.file_of(index)
 
 
@@ -99,11 +99,11 @@ class _Index:
     shard: Any
     """The shard of each sample, [samples] int32."""
     key: Any
-    """Its name, [samples] bytes."""
+    """The name of each sample, [samples] bytes."""
     begin: Any
-    """Its first file and, of the last sample, the end, [samples + 1] int64."""
+    """The first file of each sample, and the end of the last sample, [samples + 1] int64."""
     extension: Any
-    """Of each file, [files] bytes."""
+    """The extension of each file, [files] bytes."""
     place: Any
     """Offset and length of each file's content, [files, 2] int64."""
 
@@ -126,7 +126,7 @@ class _Tar:
                 offset, length = at.place[number].tolist()
                 content = b"".join(_pieces(shard.fileno(), offset, length))
                 if len(content) < length:
-                    raise ValueError(f"{shard.name} ends within a sample: it is not what it was when it was indexed")
+                    raise ValueError(f"{shard.name} ends within a sample, so it has changed since it was indexed")
                 made[at.extension[number].decode()] = content
         return made
 
@@ -138,14 +138,14 @@ class _Tar:
 
 
 def _pieces(fd: int, offset: int, length: int) -> Iterator[bytes]:
-    """A stretch of a file: one read may give less than it is asked for."""
+    """Read a stretch of a file, in several reads if one returns less."""
     while length and (piece := os.pread(fd, length, offset)):
         yield piece
         offset, length = offset + len(piece), length - len(piece)
 
 
 def _index_of(files: list[Path]) -> _Index:
-    """The index of these files, kept beside them, or in this user's state where nothing may be written there.
+    """Return the index of these files. It is kept beside them, or in this user's state folder if that is not writable.
 
     Raises:
         Refused: a file is damaged.
@@ -171,7 +171,7 @@ def _index_of(files: list[Path]) -> _Index:
                 place.parent.mkdir(parents=True, exist_ok=True)
             write_atomically(place, packed.getvalue())
             return index
-    print(f"{places[0]} cannot be kept: made anew at every start", file=sys.stderr, flush=True)
+    print(f"{places[0]} cannot be written, so the index is made again at every start", file=sys.stderr, flush=True)
     return index
 
 
@@ -207,10 +207,10 @@ def _made_index(found: list[Path]) -> _Index:
 
 
 def _members(path: Path) -> Iterator[tuple[str, int, int]]:
-    """Name, offset and length of each regular file in a tar.
+    """Yield the name, offset and length of each regular file in a tar.
 
     Raises:
-        Refused: it is damaged, cut off or compressed.
+        Refused: the tar is damaged, cut off or compressed.
     """
     try:
         with tarfile.open(path, "r:") as tar:
@@ -227,12 +227,12 @@ def _members(path: Path) -> Iterator[tuple[str, int, int]]:
     except (OSError, tarfile.TarError, ValueError) as error:
         if isinstance(error, OSError) and may_pass(error):
             raise
-        said = f"{path} is no whole tar file ({error}): fetch it again, or unpack a compressed one"
+        said = f"{path} is not a whole tar file ({error}): fetch it again, or unpack a compressed one"
         raise Refused(said) from None
 
 
 class _Parquet:
-    """Rows of parquet files. A row costs its whole row group, but for those groups that are kept."""
+    """Rows of parquet files. Reading a row reads its whole row group, unless that is kept."""
 
     def __init__(self, files: list[Path]) -> None:
         try:
@@ -246,7 +246,7 @@ class _Parquet:
             raise Refused(f"a parquet file in {files[0].parent} cannot be read: {error}") from None
         self._about = about
         self._groups = [(path, group) for path in files for group in range(about[path].num_row_groups)]
-        """The file of each, and its number there."""
+        """The file of each row group, and its number in the file."""
         rows = [about[path].row_group(group).num_rows for path, group in self._groups]
         self._ends = np.cumsum(rows, dtype=np.int64)
         self._kept: collections.OrderedDict[int, Any] = collections.OrderedDict()
@@ -267,7 +267,7 @@ class _Parquet:
         from pyarrow import parquet
 
         path, group = self._groups[number]
-        # one thread: loader processes are many already
+        # one thread: there are many data workers already
         with parquet.ParquetFile(path, metadata=self._about[path]) as opened:
             table = opened.read_row_group(group, use_threads=False)
         self._kept[number] = table
@@ -280,5 +280,5 @@ class _Parquet:
         return str(path)
 
     def _of(self, index: int) -> int:
-        """The row group of a row."""
+        """Return the row group of a row."""
         return int(np.searchsorted(self._ends, index, side="right"))

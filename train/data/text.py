@@ -16,14 +16,14 @@ from train.data.hidden import is_hidden
 from train.errors import Refused, TrainingFailed
 
 _OPEN = 64
-"""Files that a process keeps open; a corpus may have more of them than a process may open."""
+"""Maximum number of files that a process keeps open. A corpus may have more files than a process may open."""
 
 
 class Corpus:
-    """Stretches of files, one after the other; a slice reads what it covers.
+    """Stretches of files, one after the other. A slice reads what it covers.
 
-    By pread, not a memory map: reading a map of a file that has been cut short kills the process, and its pages count
-    as memory of the process. A pread moves no position that other processes share.
+    Reads with pread, not through a memory map: reading a map of a file that was cut short kills the process, and its
+    pages count as the process's memory. A pread moves no position that other processes share.
     """
 
     def __init__(self, stretches: Iterable[tuple[Path, int, int]]) -> None:
@@ -41,7 +41,7 @@ class Corpus:
         return self._ends[-1] if self._ends else 0
 
     def __getitem__(self, where: slice) -> npt.NDArray[np.uint8]:
-        """The bytes of this stretch.
+        """Return the bytes of this stretch.
 
         Raises:
             TrainingFailed: a file is shorter than it was.
@@ -68,10 +68,11 @@ class Corpus:
 
 
 def text_files(folder: Path) -> list[tuple[Path, int]]:
-    """The files below a folder in the order of their paths, with their sizes; through links, without hidden ones.
+    """Return the files below a folder in the order of their paths, with their sizes. Follows links and skips hidden
+    files.
 
     Raises:
-        Refused: there are none, or one cannot be read, or what is in a folder cannot be seen.
+        Refused: there are no files, one cannot be read, or a folder cannot be listed.
     """
     files = sorted(_walk(str(folder), frozenset()))
     if not files:
@@ -80,7 +81,7 @@ def text_files(folder: Path) -> list[tuple[Path, int]]:
 
 
 def _walk(folder: str, above: frozenset[tuple[int, int]]) -> Iterator[tuple[Path, int]]:
-    """Walks a folder; `above` are those on the way to it, for a link may lead back to one."""
+    """Walk a folder. `above` are the folders on the way to it, because a link may lead back to one."""
     path = folder
     try:
         info = os.stat(folder)  # noqa: PTH116 - pathlib's takes several times as long, which a million files make felt

@@ -1,4 +1,4 @@
-"""The threads beside which loader workers are forked.
+"""Checks the threads beside which data workers are forked.
 
 A fork copies the locks of all threads, but only the thread that forks. A lock that another thread holds at that moment
 is never released in the worker. So a task's own threads are refused, and threads of libraries are named in a warning.
@@ -23,14 +23,14 @@ log = logging.getLogger("train")
 _KNOWN = ("train", "torch", "tqdm", "tensorboard", "wandb", "execnet")
 """Packages whose threads hold no lock that a worker needs."""
 _KNOWN_NAMES = ("asyncio_", "fsspecIO", "zarr_io", "QueueFeederThread")
-"""How names of threads begin that are a library's and run Python's own code. The libraries look after forks."""
+"""Prefixes of names of a library's threads that run Python's own code. These libraries handle forks."""
 _PACKAGES = ("site-packages", "dist-packages")
 _ENDING = 1.0
-"""Seconds in which a thread that is about to end may do so."""
+"""Seconds to wait for a thread that is about to end."""
 
 
 def problem() -> str:
-    """Say which threads run here that a worker would lack, and what to do; '' without any.
+    """Return which threads run here that a worker would lack, and what to do; '' if there are none.
 
     Threads that Python does not know do not count: those of OpenMP and BLAS wait without a lock, the C library takes
     care of its own locks at a fork, and gloo and NCCL start after the workers.
@@ -40,15 +40,15 @@ def problem() -> str:
         if time.monotonic() > until:
             running = "1 thread of the task is" if len(names) == 1 else f"{len(names)} threads of the task are"
             return (
-                f"{running} running before loader workers are forked ({', '.join(sorted(names)[:5])}): a worker can "
-                "wait for its locks for ever; start it in __getitem__, or use --data.workers 0"
+                f"{running} running before data workers are forked ({', '.join(sorted(names)[:5])}): a worker "
+                "could wait for its locks forever; start it in __getitem__, or use --data.workers 0"
             )
         time.sleep(0.02)
     return ""
 
 
 def check() -> None:
-    """See that workers can be forked here; name threads of libraries in a warning.
+    """Check that workers can be forked here, and warn of threads of libraries.
 
     Raises:
         Refused: the task has threads here.
@@ -58,13 +58,13 @@ def check() -> None:
     for package, names in sorted(_owners().items()):
         if package not in _KNOWN:
             log.warning(
-                "warning: loader workers are forked beside threads of %s (%s); if training waits for data for ever, "
+                "warning: data workers are forked beside threads of %s (%s); if training waits for data forever, "
                 "use --data.workers 0", package, ", ".join(sorted(names)[:5]),
             )  # fmt: skip
 
 
 def _owners() -> dict[str, list[str]]:
-    """Return the names of other threads by the package that they belong to; '': the task, or nobody knows."""
+    """Return the names of other threads by the package that they belong to; '' is the task or an unknown owner."""
     threads = {thread.ident: thread for thread in threading.enumerate()}
     found: dict[str, list[str]] = {}
     for ident, frame in sys._current_frames().items():
@@ -78,9 +78,9 @@ def _owners() -> dict[str, list[str]]:
 
 
 def _owner(thread: threading.Thread | None, frame: FrameType) -> str:
-    """Return the package that a thread belongs to; '': the task, or nobody knows.
+    """Return the package that a thread belongs to; '' if it is the task's or not known.
 
-    A thread of a pool belongs to the task whatever it does now: in a worker the pool waits for threads it has not.
+    A thread of a pool belongs to the task whatever it does now: in a worker the pool would wait for missing threads.
     """
     codes = []
     if thread is not None:
@@ -102,7 +102,7 @@ def _code(function: Any) -> CodeType | None:
 
 
 def _package(file: str) -> str:
-    """The installed package that a file belongs to; 'Python': its own library; '': none of them."""
+    """Return the installed package that a file belongs to; 'Python' for its own library; '' for neither."""
     path = Path(file)
     for number, part in enumerate(path.parts):
         if part in _PACKAGES:

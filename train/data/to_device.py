@@ -1,7 +1,7 @@
 """Batches on their way to the device: tensors are pinned, copied ahead and converted, however a task nests them.
 
-DataLoader's own thread for pinning starts together with the workers, which are forked before this process has chosen
-its device: the thread would open the first GPU, on every rank.
+We do not use DataLoader's thread for pinning: it starts together with the workers, before this process has chosen its
+device, and would open the first GPU on every rank.
 """
 
 from __future__ import annotations
@@ -22,15 +22,16 @@ from train.data.seeding import Seed, seed_compute
 
 T = TypeVar("T")
 OnDevice = Callable[[Any], Any]
-"""From a batch as it was fetched, on the device now, to what loss and metrics get: a task's `on_device`."""
+"""A task's `on_device`: turns a fetched batch, which is on the device, into what loss and metrics get."""
 ASYNC_BYTES = 1 << 20
-"""Bytes of a tensor that is copied ahead: a smaller one takes the device less than this takes the host (20 us)."""
+"""Minimum bytes of a tensor that is copied ahead: a smaller copy takes the device less than this takes the host (20
+us)."""
 _AHEAD = 3
-"""Batches that are pinned and not yet taken."""
+"""Maximum number of pinned batches that are not taken yet."""
 
 
 def mapped(value: Any, change: Callable[[Any], Any]) -> Any:
-    """The value with everything in its lists, tuples, dicts and named tuples changed; these keep their types."""
+    """Return the value with everything in its lists, tuples, dicts and named tuples changed; these keep their types."""
     if isinstance(value, torch.Tensor):  # most batches are few of them
         return change(value)
     if isinstance(value, MutableMapping):
@@ -56,12 +57,12 @@ def prepared(
     own: Sequence[Seed] = (),
     copies: AsyncCopies | None = None,
 ) -> Any:
-    """A fetched batch as loss and metrics get it; see Loader.
+    """Prepare a fetched batch for loss and metrics; see Loader.
 
     Args:
         seed: of the micro batch.
         own: generators that `on_device` can reach, see seeding.py.
-        copies: to a GPU, of large tensors; None: as the others'.
+        copies: copies large tensors to a GPU; None: they are copied like the others.
     """
     if copies is not None:
         copies.begin()
@@ -79,7 +80,7 @@ def to_device(
     channels_last: bool = False,
     copies: AsyncCopies | None = None,
 ) -> Any:
-    """The batch with every tensor in it (in lists, tuples, dicts, named tuples) moved to the device."""
+    """Move every tensor of a batch (in lists, tuples, dicts, named tuples) to the device."""
 
     def move(value: Any) -> Any:
         if isinstance(value, torch.Tensor):
@@ -114,11 +115,11 @@ class AsyncCopies:
     """
 
     def __init__(self, device: torch.device) -> None:
-        """Opens no device, for loader processes may be yet to be forked."""
+        """Opens no device, because data workers may not be forked yet."""
         self._device = device
         self._stream: torch.cuda.Stream | None = None
         self._computing: collections.deque[torch.cuda.Event] = collections.deque()
-        """The ends of what is computed with batches that were copied ahead."""
+        """Events at the ends of the computations with batches that were copied ahead."""
         self._is_ahead = self._has_copied = False
 
     def begin(self) -> None:
@@ -129,12 +130,12 @@ class AsyncCopies:
         self._is_ahead, self._has_copied = len(self._computing) <= 1, False
 
     def takes(self, value: Tensor) -> bool:
-        """Whether a tensor of this batch is to be copied so; if not, it may be as any other is."""
+        """Whether a tensor of this batch is to be copied ahead. If not, it is copied like any other."""
         is_plain = type(value) is Tensor and value.layout == torch.strided  # others may own no memory of theirs
         return is_plain and self._is_ahead and value.nbytes >= ASYNC_BYTES and value.device.type == "cpu"
 
     def copy(self, value: Tensor) -> Tensor:
-        """The tensor on the GPU, of its own type and layout, for whatever is computed there from now on."""
+        """Copy the tensor to the GPU with its type and layout, for what is computed there from now on."""
         if self._stream is None:
             self._stream = torch.cuda.Stream(self._device)
         with torch.cuda.stream(self._stream):
@@ -148,7 +149,7 @@ class AsyncCopies:
 
 
 def pinned(items: Iterator[Any], device: torch.device, has_workers: bool) -> Iterator[Any]:
-    """The same items with their tensors in pinned memory; nothing changes where the device is no GPU.
+    """Yield the same items with their tensors in pinned memory. Without a GPU nothing changes.
 
     Args:
         has_workers: others make the items, so that a thread here may wait for them. Without, they are made and pinned
@@ -170,7 +171,7 @@ def _pin(value: Any) -> Any:
 
 
 def ahead(items: Iterator[Any], make: Callable[[Any], T], begin: Callable[[], None] = lambda: None) -> Iterator[T]:
-    """What `make` makes of the items, in their order, made by a thread, `_AHEAD` of them before they are asked for.
+    """Yield `make(item)` for the items in order. A thread makes them, `_AHEAD` of them before they are asked for.
 
     What the items or `make` raise is raised here, at its place in the order.
 

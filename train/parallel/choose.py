@@ -1,4 +1,4 @@
-"""Which strategy a run has, and whether its ranks can do it.
+"""Chooses the strategy of a run, and checks whether its ranks can use it.
 
 Checks before a launch must not import the strategies: DTensor brings torch's compiler with it, five seconds.
 """
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def resolve(config: Config, size: int) -> str:
-    """The strategy that a configuration means for so many ranks; one rank has none to spread a model over."""
+    """Return the strategy that a configuration means for this many ranks. One rank always means single."""
     name = config.parallel.strategy
     if size == 1:
         return "single"
@@ -27,12 +27,12 @@ def resolve(config: Config, size: int) -> str:
 
 
 def shards(config: Config, size: int) -> bool:
-    """Whether each of so many ranks holds a part of the model only."""
+    """Whether each of this many ranks holds only a part of the model."""
     return resolve(config, size) in SPREAD
 
 
 def check(config: Config, size: int) -> None:
-    """Whether so many ranks can train as `parallel` says.
+    """Check that this many ranks can train as `parallel` says.
 
     Raises:
         Refused: they cannot; the message says what to change.
@@ -44,8 +44,8 @@ def check(config: Config, size: int) -> None:
         _check_ordered(config)
     if config.data.leaves_out and shards(config, size):
         raise Refused(
-            f"every rank takes part in each forward of {name}, and --data.on_error skip may leave one without a sample "
-            "to compute; use --parallel.strategy ddp, or --data.on_error stop"
+            f"every rank takes part in each forward of {name}, but --data.on_error skip may leave a rank "
+            "without a sample; use --parallel.strategy ddp, or --data.on_error stop"
         )
     if parallel.shard_size is not None and name != "hsdp":
         raise Refused(f"--parallel.shard_size is for --parallel.strategy hsdp, not {name}; leave it out")
@@ -60,13 +60,13 @@ def check(config: Config, size: int) -> None:
                 f"use one of {', '.join(str(n) for n in range(1, size + 1) if size % n == 0)}"
             )
     if parallel.find_unused_parameters and name in SPREAD:
-        raise Refused(f"--parallel.find_unused_parameters is for ddp; {name} has no use for it: leave it out")
+        raise Refused(f"--parallel.find_unused_parameters is for ddp, not {name}; leave it out")
     if parallel.wrap != "auto" and name not in SPREAD:
         raise Refused(f"--parallel.wrap is for fsdp and hsdp, not {name}; leave it out")
 
 
 def check_model(model: torch.nn.Module, size: int, device: torch.device) -> None:
-    """Whether so many ranks on such a device can add a model's gradients.
+    """Check that this many ranks can add a model's gradients on this device.
 
     Raises:
         Refused: they cannot; the message names the parameter or module.
@@ -82,8 +82,9 @@ def check_model(model: torch.nn.Module, size: int, device: torch.device) -> None
     for name, parameter in model.named_parameters():
         if parameter.is_complex() and parameter.requires_grad and device.type == "cpu":
             raise Refused(
-                f"{size} ranks on a CPU cannot add the complex gradient of {name}, for gloo adds real numbers only; "
-                "keep it as real ones (torch.view_as_real) and use torch.view_as_complex in forward(), or --nproc 1"
+                f"{size} ranks on a CPU cannot add the complex gradient of {name}, because gloo adds only real "
+                "numbers; keep it as real numbers (torch.view_as_real) and use torch.view_as_complex in "
+                "forward(), or --nproc 1"
             )
 
 
@@ -91,18 +92,18 @@ def _check_ordered(config: Config) -> None:
     name = config.parallel.strategy
     if name in SPREAD:
         raise Refused(
-            f"--parallel.reduce ordered is for single and ddp: {name} adds gradients in an order of its own; "
-            "use --parallel.strategy ddp, or --parallel.reduce fast"
+            f"--parallel.reduce ordered is for single and ddp, not {name}; use --parallel.strategy ddp, or "
+            "--parallel.reduce fast"
         )
     if config.sync_batchnorm:
         raise Refused(
-            "--parallel.reduce ordered and sync_batchnorm exclude each other: the statistics would follow the number "
-            "of ranks; leave out one of them"
+            "--parallel.reduce ordered cannot be combined with sync_batchnorm, whose statistics depend on "
+            "the number of ranks; leave out one of them"
         )
 
 
 def make(world: World, config: Config, precision: Precision) -> Strategy:
-    """The strategy of a run on these ranks."""
+    """Make the strategy of a run on these ranks."""
     from train.parallel.ddp import DDP
     from train.parallel.fsdp import FSDP
     from train.parallel.ordered import Ordered

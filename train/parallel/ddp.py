@@ -1,8 +1,7 @@
 """DistributedDataParallel: a copy of the model on every rank, gradients reduced once a step, during the last backward.
 
-What is DDP's alone is handled here: that it takes means where sums are wanted, that it lays its buckets out anew after
-the first backward, and that the step's stats ride in a bucket, at no
-communication of their own.
+This file handles what is special about DDP: it takes means where sums are wanted, it rebuilds its buckets after the
+first backward, and the step's stats are in one of its buckets, so they cost no further communication.
 """
 
 from __future__ import annotations
@@ -29,10 +28,11 @@ NO_BUFFER_BROADCAST: dict[str, Any] = {
 
 
 class _Forward(nn.Module):
-    """What DDP wraps: the model, and one more parameter whose gradient carries the stats through the reduction.
+    """The module that DDP wraps: the model, and one more parameter whose gradient carries the stats through the
+    reduction.
 
-    A forward is all of a loss, not of the model alone: DDP reduces what is computed in it, and a loss that asked the
-    model for more than its forward (`model.encode(x)`) would silently leave each rank its own gradients.
+    A forward computes the whole loss, not only the model: DDP reduces what its forward computes, and a loss that calls
+    the model in another way (`model.encode(x)`) would silently leave each rank its own gradients.
     """
 
     def __init__(self, module: nn.Module, tail: nn.Parameter, touches: bool) -> None:
@@ -46,7 +46,7 @@ class _Forward(nn.Module):
         self.touches = touches
 
     def forward(self, loss: Callable[[nn.Module], Tensor] | None) -> Tensor:
-        """The value of a loss; without one, a pass without data."""
+        """Return the value of a loss; without a loss, make a pass without data."""
         if loss is not None:
             return loss(self.module)
         # touches every parameter and no buffer. A chain, so that gradients become ready from the last parameter to
@@ -59,7 +59,7 @@ class _Forward(nn.Module):
 
 
 class DDPModule(DistributedDataParallel):
-    """torch's DDP, whose error about unused parameters names our remedy."""
+    """torch's DDP with our remedy in its error about unused parameters."""
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         try:
@@ -76,9 +76,9 @@ class DDPModule(DistributedDataParallel):
 def _unused(names: list[str]) -> TrainingFailed:
     found = f"{', '.join(names[:3])}{' and others' if len(names) > 3 else ''}" if names else "a parameter"
     return TrainingFailed(
-        f"ddp waits for a gradient of every parameter in every step, and the last backward of one gave {found} none; "
-        "use --parallel.find_unused_parameters true (a resume may), leave out what the loss does not use, or give an "
-        "activation checkpoint around it use_reentrant=False"
+        "ddp needs a gradient of every parameter in every step, but the last backward of a step gave "
+        f"{found} none; use --parallel.find_unused_parameters true (a resume may), remove what the loss "
+        "does not use, or give an activation checkpoint around it use_reentrant=False"
     )
 
 
@@ -89,7 +89,7 @@ class DDP(Strategy):
         super().take(model)
         world, parallel = self.world, self.config.parallel
         self._carries_stats = not parallel.find_unused_parameters
-        # of the weights' type, so that it shares a bucket with them and costs no reduction of its own
+        # of the weights' type, so that it shares a bucket with them and costs no further reduction
         zeros = torch.zeros(len(STEP_STATS), dtype=self.stats_dtype, device=world.device)
         self._tail = nn.Parameter(zeros)
         # a pass without data must not give gradients of 0 to what no rank used: weight decay would reach it
@@ -103,10 +103,10 @@ class DDP(Strategy):
         )
 
     def start(self) -> None:
-        """Let DDP lay out its buckets before the first step, so that a resumed run sums in the same order.
+        """Make DDP lay out its buckets before the first step, so that a resumed run sums in the same order.
 
-        DDP rebuilds its buckets after the first backward it sees; without these two passes a resumed run on three
-        or more ranks would sum its first step in another order than the run that was never stopped.
+        DDP rebuilds its buckets after the first backward. Without these two passes a resumed run on three or more ranks
+        would sum its first step in another order than an uninterrupted run.
         """
         super().start()
         for _ in range(2):
@@ -142,7 +142,7 @@ class DDP(Strategy):
         self._reducing_backward(zero, torch.zeros_like(zero), stats)
 
     def _reducing_backward(self, root: Tensor, gradient: Tensor, stats: Tensor) -> None:
-        """The backward pass in which gradients, and with them the stats, are reduced."""
+        """Run the backward pass that reduces gradients and stats."""
         if self._carries_stats:
             torch.autograd.backward([root, self._tail], [gradient, stats * self.world.size])
         else:

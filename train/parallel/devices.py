@@ -16,20 +16,20 @@ from train.parallel.torch_private import cuda_architectures
 
 
 class NoGPU(Refused):
-    """A GPU is asked for, and there is none. There may be one again."""
+    """A GPU is needed and there is none now. There may be one later."""
 
 
 def pick_device(config: Config, ranks_here: int, local_rank: int) -> torch.device:
-    """The device of a rank. Counts GPUs without opening one: a process may fork after it.
+    """Return the device of a rank. Counts GPUs without opening one, so the process may still fork.
 
     Raises:
-        NoGPU: a GPU is asked for and there is none.
+        NoGPU: a GPU is needed and there is none.
         Refused: there are more ranks than GPUs.
     """
     count = torch.cuda.device_count() if config.device != "cpu" else 0
     if config.device == "cuda" and count == 0:
         raise NoGPU(
-            f"device cuda is asked for, but torch sees no GPU here{_by_choice()}; leave out --device, or see nvidia-smi"
+            f"device cuda needs a GPU, but torch sees none here{_by_choice()}; leave out --device, or see nvidia-smi"
         )
     if count == 0:
         return torch.device("cpu")
@@ -43,7 +43,8 @@ def pick_device(config: Config, ranks_here: int, local_rank: int) -> torch.devic
 
 
 def _by_choice() -> str:
-    """That a variable may hide the GPUs: torch ignores all after the first id that it cannot read."""
+    """Return a hint that a variable may hide the GPUs: torch ignores all ids after the first one that it cannot
+    read."""
     visible = os.environ.get(gpus.VISIBLE)
     return "" if visible is None else f", and {gpus.VISIBLE} is {visible!r}: unset it, or name GPUs of this machine"
 
@@ -62,13 +63,13 @@ def take_device(device: torch.device) -> None:
 
 
 def check_kernels(cards: Sequence[Card], architectures: Sequence[str] | None = None) -> None:
-    """Whether a run can compute on these cards: on one without kernels the first operation would fail, minutes later.
+    """Check that a run can compute on these cards. Without kernels the first operation would fail, minutes later.
 
     Args:
-        architectures: what there is code for; None: what this torch has.
+        architectures: for which there is code; None: those of this torch.
 
     Raises:
-        Refused: torch has kernels for none of them. Where it has for some, each rank checks its own.
+        Refused: torch has kernels for none of them. If it has kernels for some, each rank checks its own card.
     """
     known = cuda_architectures() if architectures is None else architectures
     if not known or not cards or any(has_kernels(card.capability, known) for card in cards):

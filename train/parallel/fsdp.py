@@ -3,7 +3,7 @@
 Zhao et al., "PyTorch FSDP", 2023. With `hsdp` over groups of `parallel.shard_size` ranks, each of which holds the whole
 model among its members; between the groups gradients are all-reduced, as with ddp.
 
-A forward is a collective here, for parameters are gathered for it, so a rank may not leave one out.
+A forward is a collective, because it gathers parameters, so no rank may leave one out.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from train.parallel.wrap_units import units
 
 
 def check(model: nn.Module, wrap: str) -> None:
-    """Whether a model can be spread in such units.
+    """Check that a model can be spread in these units.
 
     Raises:
         Refused: it cannot; the message names the parameter.
@@ -32,13 +32,13 @@ def check(model: nn.Module, wrap: str) -> None:
     for name, parameter in model.named_parameters():
         if parameter.dim() == 0:
             raise Refused(
-                f"fsdp cannot spread {name}, for it has no dimension; make it one of a single element (torch.ones(1)), "
-                "or use --parallel.strategy ddp"
+                f"fsdp cannot spread {name}, because it has no dimension; give it one (torch.ones(1)), or use "
+                "--parallel.strategy ddp"
             )
         if not parameter.is_contiguous():
             raise Refused(
-                f"fsdp cannot spread {name}, for it is not contiguous (strides {parameter.stride()}); make it so in "
-                "model(), torch.nn.Parameter(tensor.contiguous()), or use --parallel.strategy ddp"
+                f"fsdp cannot spread {name}, because it is not contiguous (strides {parameter.stride()}); make it "
+                "so in model(), torch.nn.Parameter(tensor.contiguous()), or use --parallel.strategy ddp"
             )
     seen: set[int] = set()
     for unit in [*units(model, wrap, "wrap"), model]:
@@ -47,8 +47,8 @@ def check(model: nn.Module, wrap: str) -> None:
         other = [name for name, parameter in own if parameter.dtype != own[0][1].dtype]
         if other:
             raise Refused(
-                f"fsdp cannot gather {own[0][0]} and {other[0]} together, for their types differ; name classes that "
-                "hold one type each with --parallel.wrap, or use --parallel.strategy ddp"
+                f"fsdp cannot gather {own[0][0]} and {other[0]} together, because their types differ; name "
+                "classes that hold one type each with --parallel.wrap, or use --parallel.strategy ddp"
             )
 
 
@@ -77,10 +77,10 @@ class FSDP(Strategy):
         return model
 
     def _find_divisor(self, model: nn.Module, mesh: DeviceMesh) -> float:
-        """What a sum of gradients over the ranks of a copy is divided by. Found by trying.
+        """Find by trying what a sum of gradients over the ranks of a copy is divided by.
 
-        Asked for a mean of fp32 or bf16, gloo gives the sum and says nothing (torch 2.7); of other types torch divides
-        by itself. NCCL gives the mean.
+        Asked for a mean of fp32 or bf16, gloo silently gives the sum (torch 2.7); for other types torch divides. NCCL
+        gives the mean.
         """
         found = set()
         for dtype in sorted({p.dtype for p in model.parameters() if p.requires_grad}, key=str):
@@ -92,8 +92,8 @@ class FSDP(Strategy):
             found.add(self._share / probe.weight.grad.full_tensor().mean().item())
         if len(found) > 1:
             raise TrainingFailed(
-                "the model has parameters of several types, whose gradients are not added alike on this device; "
-                "use --parallel.strategy ddp"
+                "the model has parameters of several types, whose gradients cannot be added alike on this "
+                "device; use --parallel.strategy ddp"
             )
         return found.pop() if found else 1.0
 

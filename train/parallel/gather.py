@@ -1,4 +1,4 @@
-"""`train.gather`: all ranks' rows, for losses over all samples of a step (contrastive ones)."""
+"""`train.gather`: returns all ranks' rows, for losses over all samples of a step (contrastive ones)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from train.errors import Refused
 from train.parallel.world import World
 
 _ranks: dict[str, Any] = {"world": None, "problem": ""}
-"""While a run trains: its ranks, and why they cannot gather."""
+"""The ranks while a run trains, and why they cannot gather."""
 
 
 class _Gather(torch.autograd.Function):
@@ -33,10 +33,10 @@ class _Gather(torch.autograd.Function):
 
 
 def gather(tensor: Tensor) -> Tensor:
-    """The rows of all ranks' tensors, in the order of the batch; gradients flow back to all ranks.
+    """Return the rows of all ranks' tensors, in the order of the batch. Gradients flow back to all ranks.
 
-    For a loss that compares its rows with those of all ranks and returns the mean over its own. In an evaluation, and
-    outside of a run, the rows are those that were given.
+    For a loss that compares its rows with those of all ranks and returns the mean over its own rows. In an evaluation
+    and outside of a run it returns the given rows.
 
     Args:
         tensor: of shape (n, …), the same on all ranks.
@@ -53,7 +53,8 @@ def gather(tensor: Tensor) -> Tensor:
 
 @contextlib.contextmanager
 def among(world: World | None, config: Config) -> Iterator[None]:
-    """While losses gather among these ranks; None: figures are computed that do not follow the number of ranks."""
+    """Context manager in which losses gather among these ranks; None: figures must not depend on the number of
+    ranks."""
     before = dict(_ranks)
     _ranks.update(world=world, problem=_problem(config, world.size) if world is not None else "")
     try:
@@ -63,10 +64,12 @@ def among(world: World | None, config: Config) -> Iterator[None]:
 
 
 def _problem(config: Config, ranks: int) -> str:
-    """Why ranks may have different numbers of rows; '' where they have the same."""
+    """Return why ranks may have different numbers of rows; '' if they all have the same."""
     assert isinstance(config.micro_batch_size, int)
     if config.parallel.reduce == "ordered":
-        return "train.gather follows the number of ranks, and --parallel.reduce ordered must not; leave out one of them"
+        return (
+            "train.gather depends on the number of ranks, but --parallel.reduce ordered must not; leave out one of them"
+        )
     if config.data.leaves_out:
         return "train.gather needs every sample of a batch: leave out --data.on_error skip"
     if not config.data.drop_last:

@@ -1,10 +1,10 @@
 """`parallel.reduce ordered`: gradients of micro batches are added in one order, whatever the number of ranks.
 
 Sums of floating-point numbers depend on their order, so a run on three ranks ends with other bits than one on two. Here
-the order is that of a binary tree over the micro batches of a step: the tree over [low, high) adds the one over its
-first half to the one over its second half. A rank computes neighbouring micro batches, adds up the subtrees that are
-its own, and exchanges the sums of larger ones with the ranks that hold their siblings. a + b has the same bits on both
-sides, so every rank ends with the same sum, and any number of ranks with the same bits as one.
+the order is that of a binary tree over the micro batches of a step: the tree over [low, high) adds the sum of its first
+half to the sum of its second half. A rank computes neighbouring micro batches, adds up the subtrees that are its own,
+and exchanges the sums of larger ones with the ranks that hold their siblings. a + b has the same bits on both sides, so
+every rank ends with the same sum, and any number of ranks with the same bits as one.
 
 Where the ranks are a power of two, each holds exactly one subtree, and the exchange is an all-reduce by recursive
 doubling (Thakur, Rabenseifner, Gropp, "Optimization of Collective Communication Operations in MPICH", 2005).
@@ -31,18 +31,18 @@ from train.parallel.strategy import Strategy
 from train.parallel.torch_private import add_all_, copy_all
 
 Node = tuple[int, int]
-"""A subtree: the first of its micro batches, and the one after its last."""
+"""A subtree: its first micro batch, and the one after its last."""
 
 
 def halves(node: Node) -> tuple[Node, Node]:
-    """The subtrees that a node adds."""
+    """Return the two subtrees that a node adds."""
     low, high = node
     middle = low + (high - low + 1) // 2
     return (low, middle), (middle, high)
 
 
 def cover(node: Node, own: Node) -> list[Node]:
-    """The largest subtrees of `node` that lie within the micro batches `own`, in their order."""
+    """Return the largest subtrees of `node` within the micro batches `own`, in order."""
     low, high = max(node[0], own[0]), min(node[1], own[1])
     if low >= high:
         return []
@@ -53,7 +53,8 @@ def cover(node: Node, own: Node) -> list[Node]:
 
 
 def ending(own: Node, number: int) -> tuple[Node, list[Node]]:
-    """The largest subtree of `own` that ends with a micro batch, and those that this one is added to, in order."""
+    """Return the largest subtree of `own` that ends with a micro batch, and the subtrees that the micro batch is added
+    to, in order."""
     node, siblings = own, list[Node]()
     while own[1] - own[0] > 1:
         left, right = halves(own)
@@ -68,19 +69,19 @@ def ending(own: Node, number: int) -> tuple[Node, list[Node]]:
 
 @dataclass(frozen=True)
 class Exchange:
-    """What a rank does for the sum of one node that it does not hold alone."""
+    """A rank's part in the sum of one node that it shares with other ranks."""
 
     node: Node
     sends: tuple[tuple[Node, int], ...]
-    """Subtrees whose sums go to other ranks."""
+    """Subtrees whose sums are sent to other ranks."""
     receives: tuple[tuple[Node, int], ...]
 
 
 @functools.lru_cache(maxsize=64)
 def exchanges(micros: int, world: int, rank: int) -> tuple[Exchange, ...]:
-    """What a rank exchanges with others until it holds the sum over all micro batches of a step, in this order.
+    """Return what a rank exchanges with others, in order, until it holds the sum over all micro batches of a step.
 
-    After it each rank that computes a micro batch of a node holds the node's sum; of the root, every rank does.
+    After it, each rank that computes a micro batch of a node holds the node's sum. Every rank holds the root's.
     """
     shares = [_span(micro_batches_of_rank(other, micros, world, True)) for other in range(world)]
     found: list[Exchange] = []
@@ -149,17 +150,17 @@ class Ordered(Strategy):
     def begin(self, micros: int) -> None:
         self._micros = micros
         self._sums: dict[Node, list[Tensor]] = {}
-        """Gradients and statistics of subtrees."""
+        """Maps a subtree to the sums of its gradients and statistics."""
         mine = micro_batches_of_rank(self.world.rank, micros, self.world.size, True)
         self._left = set(mine)
-        """Micro batches of this rank that have not been computed yet."""
+        """Number of micro batches of this rank that are not computed yet."""
         self._own = cover((0, micros), _span(mine)) if micros else []
         if self._before:
             copy_all(self._before, self._statistics)
         self._counts: list[Tensor] | None = None
         self._overlaps = self._overlapped is not None and micros > 0 and micros % self.world.size == 0
         self._made: list[Tensor | None] | None = None
-        """The sums that the present micro batch completes; None outside of one."""
+        """The sums that the present micro batch completes; None between micro batches."""
         if self._overlapped is not None:
             self._overlapped.begin()
 
@@ -180,12 +181,12 @@ class Ordered(Strategy):
         self._sums[node] = self._end_micro_batch(number)
 
     def _gradient_is_ready(self, place: int, parameter: Tensor) -> None:
-        """Add a gradient as soon as it is made: it is in the cache then, and can be sent."""
+        """Add a gradient as soon as it is computed: it is still in the cache, and can be sent."""
         if self._made is None or parameter.grad is None:
             return
         if self._made[place] is not None:
             raise TrainingFailed(
-                "a backward pass makes the gradient of a parameter in parts, which ordered sums cannot take; "
+                "a backward pass computes the gradient of a parameter in parts, but ordered sums need it whole; "
                 "use checkpoint(…, use_reentrant=False), or a new run with --parallel.reduce fast"
             )
         self._add(place, parameter.grad)
@@ -195,7 +196,8 @@ class Ordered(Strategy):
     def _add(self, place: int, value: Tensor) -> None:
         """Add a gradient or statistic of this micro batch to the sums of the subtrees that end before it.
 
-        In place, so that the next gradient gets the memory of this one, which is in the cache; or where it is sent.
+        Adds in place, so that the next gradient gets this one's memory, which is in the cache; or adds where the sum is
+        sent from.
         """
         assert self._made is not None
         view = None if self._sending is None else self._sending.views[place]
@@ -208,8 +210,8 @@ class Ordered(Strategy):
             self._sending.written(place)
 
     def _end_micro_batch(self, number: int) -> list[Tensor]:
-        """Add what no hook has: the statistics, and zeros for a parameter that was not used, as beside a rank that did
-        use it. Returns the sums."""
+        """Add what no hook adds: the statistics, and zeros for unused parameters, because another rank may have used
+        them. Returns the sums."""
         assert self._made is not None
         self.restore_buffers()
         if number == 0:
@@ -249,7 +251,7 @@ class Ordered(Strategy):
         return summed
 
     def _exchanged(self) -> list[Tensor]:
-        """The sums of a step in which ranks send what others lack."""
+        """Return the sums of a step in which ranks send each other what they lack."""
         size = self.world.size
         for exchange in exchanges(self._micros, size, self.world.rank) if size > 1 else ():
             self._exchange(exchange)
@@ -261,7 +263,7 @@ class Ordered(Strategy):
         return self._sums.pop((0, self._micros))
 
     def _exchange(self, exchange: Exchange) -> None:
-        """Send and receive the sums of subtrees, each as one message a type."""
+        """Send and receive the sums of subtrees, each as one message per type."""
         operations, arriving = [], []
         for node, peer in exchange.sends:
             operations += [dist.P2POp(dist.isend, flat, peer) for flat in self._packed(self._sums[node])]
@@ -278,7 +280,7 @@ class Ordered(Strategy):
             self._sums[node] = self._unpacked(flats)
 
     def _packed(self, tensors: list[Tensor]) -> list[Tensor]:
-        """All tensors of a type as one, the types in the order in which they come."""
+        """Pack all tensors of a type into one. Types are in the order of their first tensor."""
         by_type: dict[torch.dtype, list[Tensor]] = {}
         for tensor, like in zip(tensors, self._like, strict=True):
             by_type.setdefault(tensor.dtype, []).append(flatten_as(tensor, like))

@@ -15,13 +15,14 @@ from torch import Tensor
 from train.parallel.world import World
 
 _FIRST_BUCKET, _OTHER_BUCKETS = 1 << 20, 25 << 20
-"""Bytes from which a bucket is full: a small one to begin with, as DDP has."""
+"""Bytes at which a bucket is full. The first bucket is small, as in DDP."""
 
 
 class DeviceTimer:
-    """Seconds between marks: by the host's clock on a CPU, by CUDA events on a GPU, which the host runs ahead of.
+    """Measures seconds between marks: by the host's clock on a CPU, by CUDA events on a GPU, because the host runs
+    ahead of it.
 
-    Nothing waits for an event: what lies between two of them is counted once the GPU has passed both.
+    Nothing waits for an event: the time between two events is counted once the GPU has passed both.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -29,10 +30,10 @@ class DeviceTimer:
         self._seconds = 0.0
         self._pending: collections.deque[tuple[Any, Any]] = collections.deque()
         self._free: list[Any] = []
-        """Events to use again: making one costs as much as recording it."""
+        """Events for reuse: making one costs as much as recording it."""
 
     def mark(self) -> Any:
-        """This moment, on a GPU in the order of its stream. For one `add`."""
+        """Return a mark of this moment, on a GPU in the order of its stream. For one `add`."""
         if not self._is_cuda:
             return time.perf_counter()
         event = self._free.pop() if self._free else torch.cuda.Event(enable_timing=True)
@@ -49,7 +50,7 @@ class DeviceTimer:
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
-        """Count the time of what is done inside, a collective that does not overlap with computing."""
+        """Context manager that counts the time of a collective that does not overlap with computing."""
         begun = self.mark()
         yield
         self.add(begun, self.mark())
@@ -60,7 +61,7 @@ class DeviceTimer:
             self._free.append(mark)
 
     def seconds(self) -> float:
-        """The seconds up to now, or as far as a GPU has come; waits for nothing."""
+        """Return the seconds so far, on a GPU up to its finished work. Does not wait."""
         self._collect()
         return self._seconds
 
@@ -72,7 +73,7 @@ class DeviceTimer:
 
 
 class _Bucket:
-    """Tensors of one type in one message."""
+    """Tensors of one type that are sent in one message."""
 
     def __init__(self) -> None:
         self.members: list[int] = []
@@ -80,18 +81,19 @@ class _Bucket:
         self.flat = torch.empty(0)
         self.work: Any = None
         self.level = -1
-        """The level whose all-reduce is under way; -1: not sent."""
+        """The level whose all-reduce is running; -1: not sent yet."""
 
 
 def view_as(flat: Tensor, like: Tensor) -> Tensor:
-    """A flat tensor with another one's shape and memory layout, which a fused optimizer's kernel asks for."""
+    """Return a view of a flat tensor with another one's shape and memory layout, which a fused optimizer's kernel
+    needs."""
     if _is_channels_last(like):
         return flat.as_strided(like.shape, like.stride(), flat.storage_offset())
     return flat.view(like.shape)
 
 
 def flatten_as(tensor: Tensor, like: Tensor) -> Tensor:
-    """The flat tensor that `view_as` takes."""
+    """Return the flat tensor that `view_as` takes."""
     return (tensor.permute(0, 2, 3, 1) if _is_channels_last(like) else tensor).reshape(-1)
 
 
@@ -100,7 +102,7 @@ def _is_channels_last(like: Tensor) -> bool:
 
 
 def pair_levels(world: int) -> int | None:
-    """How many levels of pairs so many ranks have; None: they are no power of two."""
+    """Return the number of levels of pairs for this many ranks; None if they are not a power of two."""
     return world.bit_length() - 1 if world & (world - 1) == 0 else None
 
 
@@ -120,7 +122,7 @@ class OverlappedSums:
         """A collective.
 
         Args:
-            like: of the shapes and types of what is added.
+            like: tensors with the shapes and types of what is added.
         """
         count = pair_levels(world.size)
         assert count is not None
@@ -130,9 +132,10 @@ class OverlappedSums:
             self._groups.append(dist.new_group(pair, timeout=world.timeout, use_local_synchronization=True))
         self._device = world.device
         self._side = torch.cuda.Stream(world.device) if world.device.type == "cuda" else None
-        """Where a GPU adds one bucket after the other: all ranks call in one order, and the host waits for none."""
+        """The stream on which a GPU adds one bucket after the other. All ranks call in one order, and the host waits
+        for none."""
         self.views: list[Tensor] = list(like)
-        """Where each tensor is written to, and its sum read from."""
+        """The place of each tensor: the part is written there, and the sum is read from it."""
         self._buckets = self._lay_out(like)
         self._bucket_of = {member: bucket for bucket in self._buckets for member in bucket.members}
         self.begin()
@@ -164,7 +167,7 @@ class OverlappedSums:
             bucket.missing, bucket.work, bucket.level = len(bucket.members), None, -1
 
     def written(self, member: int) -> None:
-        """This rank's part of a tensor lies in its view now. Sends each bucket that is complete."""
+        """Call when this rank's part of a tensor is in its view. Sends each complete bucket."""
         self._bucket_of[member].missing -= 1
         while self._sent < len(self._buckets) and not self._buckets[self._sent].missing:
             self._send(self._buckets[self._sent])
@@ -189,7 +192,7 @@ class OverlappedSums:
             bucket.work = dist.all_reduce(bucket.flat, group=self._groups[bucket.level], async_op=True)
 
     def _advance(self) -> None:
-        """Let buckets enter their next levels as far as they can without waiting."""
+        """Start the next levels of buckets, as far as possible without waiting."""
         before = len(self._groups)
         for bucket in self._buckets[: self._sent]:
             while bucket.level < before and bucket.work is not None and bucket.work.is_completed():

@@ -1,4 +1,4 @@
-"""fp64, fp32, tf32, bf16, fp16: the type of weights and inputs, autocast, and loss scaling."""
+"""The precisions fp64, fp32, tf32, bf16 and fp16: the type of weights and inputs, autocast, and loss scaling."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ _NOTHING = contextlib.nullcontext()
 warnings.filterwarnings("ignore", message="Please use the new API settings to control TF32 behavior")
 
 ON_GPU_ALONE = {"fp16": "bf16 or fp32", "tf32": "fp32"}
-"""Precisions that a CPU has not, and what to take there; weights are fp32 in both."""
+"""Maps a precision that a CPU does not have to its replacement. Weights are fp32 in both."""
 
 
 def allow_tf32(is_allowed: bool) -> None:
-    """Let a GPU compute products of fp32 with a mantissa of 10 bits, in matrix products and convolutions, or not.
+    """Set whether a GPU computes fp32 products with a mantissa of 10 bits, in matrix products and convolutions.
 
-    From 2.9 on torch has two ways to say it, and both are used, the older one first: by that alone a refusal says
-    nothing of convolutions, which then follow what a task may have set for everything; by the newer one alone torch's
-    own readers of the older one, its compiler among them, raise an error for the contradiction.
+    From 2.9 on torch has two settings for this, and we use both, the older one first. The older one alone does not
+    cover convolutions, which then follow what a task may have set for everything. With the newer one alone, torch's own
+    readers of the older one (its compiler, for example) raise an error for the contradiction.
     """
     cuda, cudnn = torch.backends.cuda, torch.backends.cudnn
     cuda.matmul.allow_tf32 = cudnn.allow_tf32 = is_allowed
@@ -61,11 +61,11 @@ class Precision:
         self.scaler = torch.amp.GradScaler("cuda") if name == "fp16" else None
 
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
-        """The context of a forward pass."""
+        """Return the context of a forward pass."""
         if self._autocast is None:
             return _NOTHING
         return torch.autocast(self.device.type, dtype=self._autocast)
 
     def scaling(self) -> dict[str, Any] | None:
-        """What `scaler.state_dict()` says, with tensors where it would wait for the device; None without a scaler."""
+        """Return `scaler.state_dict()` with tensors where it would wait for the device; None without a scaler."""
         return None if self.scaler is None else scaler_state(self.scaler)

@@ -11,7 +11,7 @@ from train.errors import Refused, is_whole, one_line, whole
 
 @dataclasses.dataclass(frozen=True)
 class RankEnv:
-    """Which rank this process is, and where it meets the others."""
+    """Which rank this process is, and where it meets the other ranks."""
 
     rank: int = 0
     size: int = 1
@@ -20,21 +20,21 @@ class RankEnv:
     init: Any = "env://"
     """An init_method of torch.distributed, a store, or a function without arguments that makes one."""
     nodes: int = 1
-    """Machines that agents of this package have brought together."""
+    """Number of machines that agents of this package have brought together."""
 
     @property
     def lead(self) -> int:
-        """The first rank that has this one's run folder: it tells of failures that all have met."""
+        """The first rank with this rank's run folder. It reports failures that all ranks have met."""
         return 0 if self.nodes == 1 else self.rank - self.local_rank
 
 
 def is_under_torchrun() -> bool:
-    """Whether torchrun, or what sets the same variables, has started this process as a rank."""
+    """Whether torchrun, or a program that sets the same variables, started this process as a rank."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
 def read_rank_env() -> RankEnv:
-    """The rank env that torchrun gave this process; see `is_under_torchrun`.
+    """Return the rank env that torchrun gave this process; see `is_under_torchrun`.
 
     Raises:
         Refused: the variables are not numbers.
@@ -48,13 +48,13 @@ def read_rank_env() -> RankEnv:
 
 
 def meeting_port(usual: str = "") -> int:
-    """The port that MASTER_PORT names.
+    """Return the port that MASTER_PORT names.
 
     Args:
-        usual: what it is where the variable is not set.
+        usual: the port if the variable is not set.
 
     Raises:
-        Refused: it is none, or MASTER_ADDR is not set either and there is no usual one.
+        Refused: this is not a port; or neither variable is set and there is no usual port.
     """
     port = os.environ.get("MASTER_PORT") or usual
     if not is_whole(port) or not 0 < whole(port) < 65536 or not (usual or os.environ.get("MASTER_ADDR")):

@@ -1,4 +1,4 @@
-"""What the training loop asks of the way in which a model is spread over ranks, and what most strategies share.
+"""What the training loop asks of a strategy (a way to spread a model over ranks), and what most strategies share.
 
 The loop knows no strategy by name. A step is, on every rank, the same number of micro batches:
 
@@ -35,30 +35,30 @@ from train.parallel.precision import Precision
 from train.parallel.world import World
 
 STEP_STATS = ("loss", "count", "stop", "save", "counted", "copy")
-"""Numbers that are all-reduced in every step: the sum of the loss and over how many samples, how many ranks were asked
-to stop, want to save, and have a loss that counts by itself, and whether to copy the state."""
+"""Numbers that are all-reduced in every step: the sum of the loss and its number of samples; how many ranks were asked
+to stop, want to save, and have a loss that returns a count; and whether to copy the state."""
 
 
 _NOTHING = contextlib.nullcontext()
 _Registered = tuple[nn.Module, str, str, Tensor]
-"""A buffer: the module that has it, its name there and in the model, and the tensor."""
+"""A buffer: its module, its name in the module and in the model, and the tensor."""
 
 
 class Strategy:
-    """How a model is spread; as it stands, on one rank: a base for others, with weights of gradients, loss scaling,
-    clipping and buffers that follow rank 0's.
+    """How a model is spread. This class is the strategy of one rank and the base of the others: weights of gradients,
+    loss scaling, clipping, and buffers that follow rank 0's.
 
-    All methods but `micro_batch` and `update` are collectives: all ranks call them alike.
+    All methods except `micro_batch` and `update` are collectives: all ranks call them alike.
     """
 
     module: nn.Module
-    """The model itself, under its own names: what is evaluated and saved."""
+    """The model under its own names, as it is evaluated and saved."""
     stats_dtype: torch.dtype
-    """Of the tensors that carry STEP_STATS."""
+    """The type of the tensors that carry STEP_STATS."""
     is_ordered = False
     """Whether gradients are added in one order, whatever the number of ranks."""
     measures_communication = True
-    """Whether all the time in which this rank waits for communication can be separated from computing."""
+    """Whether the time in which this rank waits for communication can be separated from computing."""
 
     def __init__(self, world: World, config: Config, precision: Precision) -> None:
         self.world, self.config, self.precision = world, config, precision
@@ -68,15 +68,16 @@ class Strategy:
         rank is part of it: it cannot be separated from the network."""
 
     def place(self, model: nn.Module) -> nn.Module:
-        """Take the model, on the CPU and with its first weights. Before an optimizer is made, or a state read.
+        """Take the model, which is on the CPU with its first weights. Call it before an optimizer is made or a state is
+        read.
 
-        Returns what an optimizer is to be made for: the model, perhaps with other parameters.
+        Returns the model that an optimizer is made for, perhaps with other parameters.
         """
         self.take(model.to(self.world.device))
         return model
 
     def take(self, model: nn.Module) -> None:
-        """Take a model whose parameters are where they are to be."""
+        """Take a model whose parameters are on their devices."""
         self.module = model
         # of frozen ones not even the values are checked: a mask of infinities, numbers of eight bits
         self._named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
@@ -91,23 +92,24 @@ class Strategy:
         self.stats_dtype = torch.float64 if doubles else torch.float32
 
     def start(self) -> None:
-        """Make ready for the first step, with the weights that it begins with."""
+        """Prepare the first step, with the weights that it starts with."""
         if self.precision.scaler is not None:  # else a rank whose first micro batch cannot be read never scales
             self.precision.scaler.scale(torch.zeros((), device=self.world.device))
 
     def begin(self, micros: int) -> None:
-        """Make ready for a step of so many micro batches, over all ranks."""
+        """Prepare a step of this many micro batches over all ranks."""
 
     def micro_batch(self, number: int, is_last: bool) -> contextlib.AbstractContextManager[None]:
-        """To be entered around the forward and backward of a micro batch; is it the last of this rank's step?"""
+        """Return a context for the forward and backward of a micro batch. `is_last`: it is this rank's last one in the
+        step."""
         return _NOTHING
 
     def compute(self, loss: Callable[[nn.Module], Tensor]) -> Tensor:
-        """The value of a training loss, which may use the model as it likes: call it, or any of its methods."""
+        """Compute a training loss, which may call the model or any of its methods."""
         return loss(self.module)
 
     def _root(self, value: Tensor, weight: float) -> tuple[Tensor, Tensor]:
-        """The scalar to differentiate, scaled where the precision needs it, and the gradient to begin with."""
+        """Return the scalar to differentiate, scaled if the precision needs it, and the gradient to start with."""
         key = (weight, value.dtype)
         gradient = self._weights.get(key)
         if gradient is None:
@@ -119,7 +121,7 @@ class Strategy:
     def backward(self, value: Tensor | None, weight: float, stats: Tensor | None) -> None:
         """Add the gradient of the scalar `value` times `weight`; with stats, of shape (n,), it is the last.
 
-        Without a value, for a micro batch none of whose samples can be read, take part with gradients of zero.
+        Without a value (no sample of the micro batch could be read) this rank takes part with gradients of zero.
         """
         if value is not None:
             torch_private.backward(*self._root(value, weight))
@@ -130,9 +132,10 @@ class Strategy:
                 parameter.grad = torch.zeros_like(parameter)
 
     def reduce(self, stats: Tensor) -> Tensor:
-        """After the last backward of a step: gradients are sums over all ranks now. Returns the sums of the stats.
+        """Finish the reduction after the last backward of a step: gradients are then sums over all ranks. Returns the
+        sums of the stats.
 
-        What it returns may be the tensor that it was given; that one is not changed, for it serves the next step too.
+        It may return the tensor that it was given. That tensor is not changed, because the next step uses it too.
         """
         if self.world.size == 1:
             return stats
@@ -143,14 +146,14 @@ class Strategy:
         self, optimizer: torch.optim.Optimizer, clip_norm: float | None, scale: Tensor | None = None,
         measures: bool = False,
     ) -> Tensor | None:  # fmt: skip
-        """Multiply gradients with a scalar, clip them to a global 2-norm, where given, and broadcast rank 0's buffers.
+        """Multiply gradients by a scalar, clip them to a global 2-norm if one is given, and broadcast rank 0's buffers.
 
         The last method of a step that waits for other ranks. With `measures` it returns the norm before clipping.
         """
         if any(parameter.requires_grad for parameter in self._frozen):
             raise TrainingFailed(
-                "a parameter that was frozen when the model was made is to be trained now, and its gradients would be "
-                "of one rank; make it trainable in model(), or train in two runs, the second with --init"
+                "a parameter that model() froze is to be trained now, but its gradients would be those of one "
+                "rank; make it trainable in model(), or train in two runs, the second with --init"
             )
         if scale is not None:
             gradients = [local(p.grad) for p in self.trainable if p.grad is not None]
@@ -177,18 +180,18 @@ class Strategy:
         self.clear()
 
     def _norm(self) -> Tensor:
-        """The global 2-norm of the gradients."""
+        """Return the global 2-norm of the gradients."""
         norm = nn.utils.get_total_norm([p.grad for p in self.trainable if p.grad is not None])
         # of parts: what clipping adds to it against division by 0 would be added to each
         return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
     def restore_buffers(self) -> None:
-        """Write buffers that a forward has reassigned (`self.mean = 0.9 * self.mean + …`) into the tensors they were.
+        """Write buffers that a forward has reassigned (`self.mean = 0.9 * self.mean + …`) back into their old tensors.
 
-        Sums and broadcasts hold on to these tensors.
+        Sums and broadcasts keep these tensors.
 
         Raises:
-            TrainingFailed: a buffer that belongs to the state has got another shape or type.
+            TrainingFailed: a buffer of the state now has another shape or type.
         """
         for module, name, full_name, buffer in self._registered:
             now = torch_private.buffers_of(module).get(name)
@@ -200,12 +203,12 @@ class Strategy:
                 torch_private.buffers_of(module)[name] = buffer
             elif torch_private.is_persistent(module, name):  # others are caches, which may grow
                 raise TrainingFailed(
-                    f"the buffer {full_name} of the model was {_form(buffer)} and is {_form(now)} after a step, which "
-                    "no checkpoint could be read into; keep its shape and type, or register it with persistent=False"
+                    f"the buffer {full_name} of the model was {_form(buffer)} and is {_form(now)} after a step, so no "
+                    "checkpoint could be loaded; keep its shape and type, or register it with persistent=False"
                 )
 
     def _broadcast_buffers(self) -> None:
-        """Give every rank rank 0's buffers, so that what a checkpoint holds is what every rank continues with."""
+        """Send rank 0's buffers to every rank, so that every rank continues with what a checkpoint holds."""
         if self.world.size == 1 or not self._buffers:
             return
         by_type: dict[torch.dtype, list[Tensor]] = {}
@@ -222,11 +225,11 @@ class Strategy:
                     torch_private.copy_all(buffers, views)
 
     def copy_buffers(self) -> list[Tensor]:
-        """Copies of the buffers, for `leave_out`."""
+        """Return copies of the buffers, for `leave_out`."""
         return [buffer.clone() for buffer in self._buffers]
 
     def leave_out(self, buffers: list[Tensor]) -> None:
-        """Make no update: put the buffers back as they were before the step, and clear the gradients."""
+        """Skip the update: restore the buffers as they were before the step, and clear the gradients."""
         self.restore_buffers()
         with torch.no_grad():
             for buffer, before in zip(self._buffers, buffers, strict=True):
@@ -239,14 +242,15 @@ class Strategy:
             parameter.grad = None
 
     def not_finite(self) -> str:
-        """The name of a parameter with a value that is not finite, on every rank alike; '' where all are."""
+        """Return the name of a parameter with a value that is not finite, the same on every rank; '' if all are
+        finite."""
         bad = torch.stack([~torch.isfinite(local(parameter)).all() for parameter in self.trainable])
         found = self.world.add(bad.to(torch.float32)).tolist()  # one reduction, one wait
         return next((name for (name, _), count in zip(self._named, found, strict=True) if count), "")
 
 
 def local(tensor: Any) -> Tensor:
-    """What this rank holds of a tensor that may be spread over ranks."""
+    """Return this rank's part of a tensor that may be spread over ranks."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 

@@ -1,8 +1,8 @@
 """All uses of private parts of torch, checked on torch 2.7.1 to 2.13.
 
-Where a newer torch may have moved one, the public way is taken instead, or the feature is left out. Three more uses lie
-elsewhere: `UntypedStorage._new_shared` (data/image_files.py), `_shutdown_workers` (data/loader.py), and the names of
-DCP's metadata (checkpoint/load.py).
+If a newer torch has moved one, we use the public way instead, or leave the feature out. Three more uses are elsewhere:
+`UntypedStorage._new_shared` (data/image_files.py), `_shutdown_workers` (data/loader.py), and the names of DCP's
+metadata (checkpoint/load.py).
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ _UNKNOWN = {"": "a torch that keeps its hooks elsewhere"}
 _RUN_BACKWARD: Any = getattr(torch.autograd.graph, "_engine_run_backward", None)
 
 copy_all: Callable[[list[Tensor], list[Tensor]], None] = torch._foreach_copy_
-"""Copies tensors into others with one kernel on a GPU: starting one each takes longer than such copies."""
+"""Copy tensors into others with one kernel on a GPU: starting one kernel for each takes longer than these copies."""
 add_all_: Callable[[list[Tensor], list[Tensor]], None] = torch._foreach_add_
 multiply_all_: Callable[[list[Tensor], Tensor], None] = torch._foreach_mul_
 
 
 def backward(root: Tensor, gradient: Tensor) -> None:
-    """What `torch.autograd.backward(root, gradient)` does with a scalar, without its checks of the arguments.
+    """Do what `torch.autograd.backward(root, gradient)` does with a scalar, without its checks of the arguments.
 
     In a step of a small model the checks cost more than the backward pass.
     """
@@ -49,7 +49,7 @@ def backward(root: Tensor, gradient: Tensor) -> None:
 
 
 def optimizer_step(optimizer: torch.optim.Optimizer) -> None:
-    """What `optimizer.step()` does, without the profiler's wrapper (`profile_hook_step`) where no hook needs it."""
+    """Do what `optimizer.step()` does, without the profiler's wrapper (`profile_hook_step`) if no hook needs it."""
     wrapped: Any = type(optimizer).step
     # a class's step may be wrapped again by its user, who copies the marks of torch's wrapper
     bare = wrapped.__wrapped__ if getattr(wrapped, "__code__", None) is _PROFILED_CODE else None
@@ -71,17 +71,18 @@ def _has_hooks(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def after_gradients(action: Callable[[], None]) -> None:
-    """Called in a backward pass: runs `action` once all gradients are computed, before DDP waits for its buckets."""
+    """Run `action` once all gradients are computed, before DDP waits for its buckets. Call it in a backward pass."""
     torch.autograd.Variable._execution_engine.queue_callback(action)
 
 
 def version_of(value: Any) -> int:
-    """A number that changes with each write to a tensor, without a wait for the device; 0 of other things."""
+    """Return a number that changes with each write to a tensor, without waiting for the device; 0 for other things."""
     return getattr(value, "_version", 0)
 
 
 def cuda_architectures() -> list[str]:
-    """What this torch has code for. `torch.cuda.get_arch_list` opens the driver first, after which no fork is safe."""
+    """Return the architectures that this torch has code for. `torch.cuda.get_arch_list` opens the driver first, after
+    which no fork is safe."""
     flags = getattr(torch._C, "_cuda_getArchFlags", lambda: None)()
     return str(flags).split() if flags else []
 
@@ -95,7 +96,7 @@ def set_group_timeout(timeout: datetime.timedelta, groups: Iterable[Any]) -> Non
 
 
 def scaler_state(scaler: torch.amp.GradScaler) -> dict[str, Any]:
-    """`scaler.state_dict()` with tensors where that would wait for the device."""
+    """Return `scaler.state_dict()` with tensors where that would wait for the device."""
     scale, tracker = scaler._scale, scaler._growth_tracker  # made with the first loss that is scaled
     return {
         "scale": scaler._init_scale if scale is None else scale,
@@ -107,7 +108,7 @@ def scaler_state(scaler: torch.amp.GradScaler) -> dict[str, Any]:
 
 
 def buffers_of(module: nn.Module) -> dict[str, Tensor | None]:
-    """The module's own buffers, to read and to replace."""
+    """Return the module's own buffers, to read and to replace."""
     return module._buffers
 
 
@@ -117,12 +118,12 @@ def is_persistent(module: nn.Module, name: str) -> bool:
 
 
 def copy_metadata(state: Any, module: nn.Module) -> None:
-    """Give a state the versions of a module's own state dict, by which modules read older states."""
+    """Copy the versions of a module's state dict to a state. Modules read older states by them."""
     state._metadata = getattr(module.state_dict(), "_metadata", {})
 
 
 def dump_gpu_memory(path: Path) -> bool:
-    """Write what holds the GPU's memory, for https://pytorch.org/memory_viz. Whether that was possible."""
+    """Write what holds the GPU's memory, for https://pytorch.org/memory_viz. Returns whether that was possible."""
     try:
         torch.cuda.memory._dump_snapshot(str(path))
     except Exception:  # it is for a message that is about another error
@@ -131,7 +132,7 @@ def dump_gpu_memory(path: Path) -> bool:
 
 
 def fix_compiler(compiles: bool, deterministic: bool) -> None:
-    """Let the compiler's graphs and kernels not depend on where an attempt began, nor on how long kernels take."""
+    """Make the compiler's graphs and kernels independent of where an attempt started and of how long kernels take."""
     if "torch._dynamo" in sys.modules:  # a task may compile functions, and parts in place
         # one graph a shape: torch would make one for any shape once it has seen two, and a resume may see others first
         torch._dynamo.config.automatic_dynamic_shapes = False
@@ -144,9 +145,9 @@ def fix_compiler(compiles: bool, deterministic: bool) -> None:
 def choose_kernels_without_timing() -> None:
     """Keep torch's compiler from choosing kernels by how long they take: the next process would choose others.
 
-    Of torch's determinism it asks only in part. `dynamic_scale_rblock` tries sums in blocks of half the size, which is
-    another order of adding; `shape_padding` tries matrices with zeros added (2.7.1: _inductor/runtime/
-    triton_heuristics.py, fx_passes/pad_mm.py). From 2.9 on one switch stands for all of that.
+    torch's own switch for determinism covers this only in part. `dynamic_scale_rblock` tries sums in blocks of half the
+    size, which is another order of adding; `shape_padding` tries matrices with zeros added (2.7.1: _inductor/runtime/
+    triton_heuristics.py, fx_passes/pad_mm.py). From 2.9 on one switch covers all of that.
     """
     from torch._inductor import config as inductor  # not loaded where nothing is compiled
 
@@ -157,10 +158,11 @@ def choose_kernels_without_timing() -> None:
 
 @contextlib.contextmanager
 def without_compiler() -> Iterator[None]:
-    """Making an optimizer loads torch's compiler, which takes longer than all else here and compiles nothing.
+    """Context manager in which an optimizer can be made without torch's compiler. Loading the compiler takes longer
+    than all else here, and nothing is compiled.
 
-    Its method is marked as torch marks it when the compiler is loaded (torch/_compile.py, `_disable_dynamo`); with a
-    torch that does it otherwise, this does nothing.
+    The optimizer's method is marked as torch marks it when the compiler is loaded (torch/_compile.py,
+    `_disable_dynamo`). With a torch that does this differently, it has no effect.
     """
     method = getattr(torch.optim.Optimizer.add_param_group, "__wrapped__", None)
     if method is None or hasattr(method, "__dynamo_disable"):

@@ -28,8 +28,8 @@ class World:
     """The ranks of a run as one of them sees them.
 
     Args:
-        nodes: machines, each with a run folder of its own.
-        local_size: ranks of this machine; None: all.
+        nodes: number of machines, each with its own run folder.
+        local_size: number of ranks of this machine; None: all.
     """
 
     def __init__(
@@ -38,12 +38,12 @@ class World:
         self.rank, self.size, self.local_rank, self.device, self.nodes = rank, size, local_rank, device, nodes
         self.local_size = size if local_size is None else local_size
         self.group: Any = None
-        """The process group of the collectives below; None is the default one."""
+        """The process group of the collectives below; None: the default one."""
         self.timeout: datetime.timedelta | None = None
-        """How long a collective may take; None is torch's default."""
+        """How long a collective may take; None: torch's default."""
 
     def with_own_group(self, timeout: datetime.timedelta | None = None) -> World:
-        """The same ranks with a group on the CPU of its own, for collectives of another thread. A collective."""
+        """Return the same ranks with another group on the CPU, for collectives of another thread. A collective."""
         other = copy.copy(self)
         other.device, other.timeout = torch.device("cpu"), timeout or self.timeout
         other.group = dist.new_group(backend="gloo", timeout=other.timeout) if self.size > 1 else None
@@ -51,11 +51,11 @@ class World:
 
     @functools.cached_property
     def patient(self) -> World:
-        """The same ranks, who wait for rank 0 as long as it takes, or dies. A collective when it is first asked for."""
+        """The same ranks with a group that waits for rank 0 as long as it lives. A collective when it is first used."""
         return self.with_own_group(datetime.timedelta(days=365))
 
     def of_rank_0(self) -> World:
-        """Rank 0 without the others, for what it does alone."""
+        """Return rank 0 without the others, for what it does alone."""
         return World(0, 1, 0, self.device)
 
     @property
@@ -72,7 +72,7 @@ class World:
             dist.barrier(group=self.group)
 
     def broadcast(self, value: T | None) -> T:
-        """The value of rank 0, on every rank."""
+        """Return rank 0's value on every rank."""
         if self.size == 1:
             return value  # type: ignore[return-value]
         box = [value]
@@ -80,20 +80,20 @@ class World:
         return box[0]  # type: ignore[return-value]
 
     def on_first(self, action: Callable[[], T]) -> T:
-        """What `action` returns when rank 0 alone runs it; an OSError or refusal of it is raised on every rank."""
+        """Run `action` on rank 0 alone. Returns its result, and raises its OSError or refusal, on every rank."""
         result, error = self.broadcast(_tried(action) if self.is_first else None)
         if error is not None:
             raise error
         return result  # type: ignore[return-value]
 
     def on_leads(self, action: Callable[[], object]) -> None:
-        """Have the first rank of each machine run `action`; an OSError or refusal of any is raised on every rank."""
+        """Run `action` on the first rank of each machine. An OSError or refusal of any is raised on every rank."""
         for error in self.gather(_tried(action)[1] if self.is_lead else None):
             if error is not None:
                 raise error
 
     def gather(self, value: T) -> list[T]:
-        """Every rank's value, on every rank."""
+        """Return every rank's value on every rank."""
         if self.size == 1:
             return [value]
         values: list[Any] = [None] * self.size
@@ -101,7 +101,7 @@ class World:
         return values
 
     def gather_on_first(self, value: T) -> list[T]:
-        """Every rank's value on rank 0; [] on the others."""
+        """Return every rank's value on rank 0; [] on the others."""
         if self.size == 1:
             return [value]
         values: list[Any] = [None] * self.size if self.is_first else []
@@ -109,7 +109,7 @@ class World:
         return values
 
     def add(self, tensor: Tensor) -> Tensor:
-        """The sum over the ranks, in place."""
+        """Sum the tensor over the ranks, in place."""
         if self.size > 1:
             dist.all_reduce(tensor, group=self.group)
         return tensor
@@ -123,7 +123,7 @@ class World:
 
 
 def _tried(action: Callable[[], T]) -> tuple[T | None, Exception | None]:
-    """What an action returns, or an error of it that all ranks are to raise."""
+    """Return what an action returns, or its error that all ranks will raise."""
     try:
         return action(), None
     except (OSError, Refused, TrainingFailed) as error:

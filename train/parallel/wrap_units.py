@@ -1,4 +1,4 @@
-"""The parts of a model that are gathered (fsdp) or computed again (activation checkpointing) as a whole."""
+"""The modules of a model that are gathered (fsdp) or computed again (activation checkpointing) as a whole."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from torch import nn
 from train.errors import Refused
 
 _UNITS = 32
-"""A module of its own share of the parameters is gathered and freed by itself: with `wrap auto` at least one part in so
-many of the whole, so that messages are neither many and small nor one that holds the whole model."""
+"""With `wrap auto` a unit has at least one part in this many of all parameters, so that messages are neither many and
+small nor one that holds the whole model."""
 _LEAST = 100_000
-"""Parameters that a unit has at least with `wrap auto`."""
+"""Minimum number of parameters of a unit with `wrap auto`."""
 _NEVER_CALLED = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 """Containers: their forward is never called, and a unit's parameters are gathered by its forward."""
 
 
 def units(model: nn.Module, chosen: str, field: str) -> list[nn.Module]:
-    """The modules inside `model` that are treated as a whole, inner ones before outer ones.
+    """Return the modules inside `model` that are treated as a whole, inner ones before outer ones.
 
     Args:
         chosen: class names with commas, or `auto`: modules that have at least 1/32 of all parameters (and 100,000) that
@@ -52,7 +52,7 @@ def units(model: nn.Module, chosen: str, field: str) -> list[nn.Module]:
     large: list[nn.Module] = []
 
     def visit(module: nn.Module) -> int:
-        """Units inside this module, and how many parameters of it are in none."""
+        """Find the units inside this module. Returns how many of its parameters are in no unit."""
         left = sum(parameter.numel() for parameter in module.parameters(recurse=False))
         if not isinstance(module, nn.MultiheadAttention):  # it reads its parts' weights without calling them
             left += sum(visit(child) for child in module.children())
@@ -68,7 +68,8 @@ def units(model: nn.Module, chosen: str, field: str) -> list[nn.Module]:
 
 
 def _owners(model: nn.Module) -> dict[int, set[int]]:
-    """By the identity of a parameter, those of the modules that hold it directly: tied weights have several."""
+    """Return a map from a parameter's identity to the identities of the modules that hold it directly: tied weights
+    have several."""
     owners: dict[int, set[int]] = {}
     for module in model.modules():
         for parameter in module.parameters(recurse=False):
@@ -83,10 +84,10 @@ def _is_closed(module: nn.Module, owners: dict[int, set[int]]) -> bool:
 
 
 def recompute(model: nn.Module, chosen: str) -> None:
-    """Activation checkpointing: the insides of these modules are computed again in the backward pass.
+    """Set up activation checkpointing: the insides of these modules are computed again in the backward pass.
 
     Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016. Random states are those of the first time, so
-    the result is the same to the bit. Names of parameters do not change.
+    the result has the same bits. Names of parameters do not change.
 
     Args:
         chosen: as in `units`; '': none.
@@ -102,8 +103,8 @@ def recompute(model: nn.Module, chosen: str) -> None:
             continue
         if statistics:
             raise Refused(
-                f"--parallel.recompute {type(module).__name__}: it has a {type(statistics[0]).__name__}, whose running "
-                "statistics would count every batch twice; name other classes"
+                f"--parallel.recompute {type(module).__name__}: it has a {type(statistics[0]).__name__}, whose "
+                "running statistics would count every batch twice; name other classes"
             )
         module.forward = functools.partial(_again, module.forward)
 

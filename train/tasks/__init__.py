@@ -1,7 +1,7 @@
 """What is learned. A task is a Python file with plain functions; the built-in ones are the files of this folder.
 
     def model(config) -> nn.Module
-    def datasets(config) -> (train, evaluation or None)     # map-style data sets
+    def datasets(config) -> (train, evaluation or None)     # map-style datasets
     def loss(model, batch) -> Tensor                        # mean over the batch, or (total, count)
 
 and, optional, `metrics(model, batch) -> dict[str, Tensor]`, `predict(model, batch)` and `compute_metrics(predictions)`
@@ -41,9 +41,9 @@ _OPTIONAL = {
     "stateful": "model, config", "after_step": "model, step, stateful", "fingerprint": "config",
 }  # fmt: skip
 ARGUMENTS = _REQUIRED | _OPTIONAL
-"""What the engine calls, with the arguments that it gives."""
+"""Maps each function that the engine calls to its arguments."""
 _EXCLUDE = (("updates", "loss"), ("updates", "optimizer"), ("updates", "param_groups"), ("optimizer", "param_groups"))
-"""The first takes the place of the second."""
+"""Pairs of functions of which the first replaces the second."""
 BUILT_IN = tuple(sorted(path.stem for path in Path(__file__).parent.glob("[a-z]*.py")))
 
 
@@ -83,7 +83,7 @@ class Task:
 
 
 def locate(name: str) -> Path:
-    """The file of a task, by built-in name or path. Does not import it.
+    """Return the file of a task, by built-in name or path. Does not import it.
 
     Raises:
         Refused: there is no such task.
@@ -100,12 +100,12 @@ def locate(name: str) -> Path:
         raise Refused(
             f"there is no file {name}; give a built-in task ({', '.join(BUILT_IN)}) or the path of a Python file"
         )
-    hint = nearest(name, BUILT_IN, "; a file of your own is given by its path, for example ./my_task.py")
+    hint = nearest(name, BUILT_IN, "; give a file by its path, for example ./my_task.py")
     raise Refused(f"there is no task {name}{hint} (built in: {', '.join(BUILT_IN)})")
 
 
 def data_root(given: str) -> Path:
-    """The folder that a built-in task reads, as data.root gives it.
+    """Return the folder that a built-in task reads: data.root.
 
     Raises:
         Refused: none is given, or there is no such folder.
@@ -125,13 +125,13 @@ def load(
 
     Args:
         name: what the user called it.
-        file: where it lies, if not where the name says: the copy in a run folder.
+        file: its file, if not the one of that name: the copy in a run folder.
         beside: folders and zip files whose modules it may import, the first first; default: its own folder.
-        source: its text, where the file may be moved meanwhile.
-        seen_as: what its `__file__` says, if not where it lies.
+        source: its text, if the file may be moved meanwhile.
+        seen_as: the value of its `__file__`, if not its real path.
 
     Raises:
-        Refused: there is no such task, it cannot be imported, or it lacks a function or has a misspelt one.
+        Refused: there is no such task, it cannot be imported, it lacks a function, or a name is misspelt.
     """
     path = file or locate(name)
     places, source = [*map(str, beside or [path.parent])], path.read_bytes() if source is None else source
@@ -158,13 +158,13 @@ def load(
 
 
 def _functions(module: Any, path: Path, used: set[str], is_copy: bool) -> dict[str, Any]:
-    """The functions of a task by name, None where it has none.
+    """Return the functions of a task by name; None for those that it does not have.
 
     Args:
-        used: names that the file reads: a helper of its own may have the name of a part.
+        used: names that the file reads, because one of its helpers may have the name of a task function.
 
     Raises:
-        Refused: one is missing, or is not what its name says.
+        Refused: a function is missing, or does not take the right arguments.
     """
     found = {name: getattr(module, name, None) for name in (*_REQUIRED, *_OPTIONAL)}
     for name, arguments in _OPTIONAL.items():
@@ -179,13 +179,13 @@ def _functions(module: Any, path: Path, used: set[str], is_copy: bool) -> dict[s
         if found[one] is not None and found[other] is None:
             if not is_copy and one not in used:
                 raise Refused(
-                    f"{path} has {one} alone: compute_metrics(predictions) gets what predict(model, batch) returns "
-                    "for a whole evaluation set; define both, or neither"
+                    f"{path} has {one} but not {other}: compute_metrics(predictions) gets what predict(model, batch) "
+                    "returns for a whole evaluation set; define both, or neither"
                 )
             found[one] = None
     for one, other in _EXCLUDE:
         if found[one] is not None and found[other] is not None:
-            raise Refused(f"{path} has {one} and {other}, which it takes the place of; leave out one of them")
+            raise Refused(f"{path} has {one} and {other}, but {one} replaces {other}; leave out one of them")
     for name, arguments in _REQUIRED.items():
         if not (found["updates"] and name == "loss") and not callable(found[name]):
             hint = nearest(name, vars(module))
@@ -194,7 +194,7 @@ def _functions(module: Any, path: Path, used: set[str], is_copy: bool) -> dict[s
 
 
 def _takes(function: Any, arguments: str) -> bool:
-    """Whether it can be called with these arguments, by their places."""
+    """Whether a function can be called with these positional arguments."""
     try:
         inspect.signature(function).bind(*arguments.split(", "))
     except TypeError:  # or it is no function
@@ -205,7 +205,7 @@ def _takes(function: Any, arguments: str) -> bool:
 
 
 def _check_spelling(module: Any, path: Path, used: set[str]) -> None:
-    """Refuse what has almost the name of a part of a task that the file lacks, unless the file itself uses it.
+    """Refuse a name that almost equals that of a missing task function, unless the file itself uses it.
 
     Raises:
         Refused: there is such a function, class or dict.
@@ -241,7 +241,7 @@ def _execute(path: Path, source: bytes, seen_as: Path) -> Any:
 
 
 def where(error: BaseException, path: Path) -> str:
-    """An exception of a user's file in one line, with the last line of that file that led to it."""
+    """Describe an exception of a user's file in one line, with the last line of that file that led to it."""
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
     what = f"{type(error).__name__}: {error}"
     trace = getattr(error, "trace", what)  # of a loader's process: torch sends it as the message of another error

@@ -36,7 +36,7 @@ class Settings:
     dropout: Share = 0.2
     """Dropout before the last layer."""
     shift: Annotated[int, Field(ge=0, le=8)] = 1
-    """Augmentation: each scan is moved by up to so many pixels in both directions."""
+    """Augmentation: maximum number of pixels by which each scan is moved in both directions."""
 
 
 class Scans(Dataset[tuple[Tensor, int]]):
@@ -62,7 +62,8 @@ class Scans(Dataset[tuple[Tensor, int]]):
 
 
 def _file() -> Path:
-    """The scans as scikit-learn ships them. Found without importing it, which takes longer than learning from them."""
+    """Return the file of the scans that scikit-learn ships. It is found without importing scikit-learn, which takes
+    longer than training on them."""
     package = importlib.util.find_spec("sklearn")
     if package is None or not package.submodule_search_locations:
         raise Refused("the digits ship with scikit-learn, which is not installed; pip install scikit-learn")

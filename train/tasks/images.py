@@ -1,4 +1,4 @@
-"""Image classification: class folders or a torchvision data set on disk, any torchvision classification model.
+"""Image classification: class folders or a torchvision dataset on disk, any torchvision classification model.
 
     train launch images --data.root /datasets/pets --task.model resnet50      # pets/train/cat/1.jpg, pets/val/cat/…
     train launch images --data.root /datasets --data.name CIFAR10 --task.size 32
@@ -89,15 +89,15 @@ def _folder(root: Path, part: str, size: int, choose: ChooseCrop, augment: Augme
 
 def _classes_in(folder: Path) -> list[str]:
     if not folder.is_dir():
-        raise Refused(f"{folder.parent} has no folder {folder.name}/; class folders belong into train/ and val/")
+        raise Refused(f"{folder.parent} has no folder {folder.name}/; put class folders into train/ and val/")
     classes = visible_folders(str(folder))
     if not classes:
-        raise Refused(f"{folder} has no class folders; put the images of each class into a folder of its own")
+        raise Refused(f"{folder} has no class folders; put the images of each class into its own folder")
     return classes
 
 
 def _crops(config: Any) -> tuple[tuple[ChooseCrop, Augment | None], ChooseCrop]:
-    """The crop and augmentation of training images, and the crop of evaluated ones."""
+    """Return the crop and augmentation of training images, and the crop of evaluation images."""
     size, name = config.task.size, config.task.augment
     centre = functools.partial(centre_crop, size=size, to=round(size * 256 / 224) if size >= 64 else size)
     if name == "none":
@@ -113,17 +113,19 @@ def _crops(config: Any) -> tuple[tuple[ChooseCrop, Augment | None], ChooseCrop]:
 
 
 def _named(name: str, root: Path, train: bool, transform: Any) -> Any:
-    """A torchvision data set that lies in root, its training or its evaluation part."""
+    """Return the training or the evaluation part of a torchvision dataset in root."""
     import torchvision.datasets as known
 
     kind: Any = getattr(known, name, None) if name in known.__all__ else None
     if kind is None or not issubclass(kind, known.VisionDataset):
-        raise Refused(f"--data.name {name}: torchvision has no such data set{nearest(name, known.__all__)}")
+        raise Refused(f"--data.name {name}: torchvision has no such dataset{nearest(name, known.__all__)}")
     takes = inspect.signature(kind.__init__).parameters
     if issubclass(kind, known.DatasetFolder):
         kind = without_hidden(kind)
     if "root" not in takes:
-        raise Refused(f"--data.name {name}: torchvision's {name} reads no folder; the task fake makes images up")
+        raise Refused(
+            f"--data.name {name}: torchvision's {name} reads no folder; use the task fake, which makes images up"
+        )
     options: list[dict[str, Any]] = [{}]
     if "train" in takes:
         options = [{"train": train}]
@@ -154,12 +156,12 @@ def _number_of_classes(root: str, name: str) -> int:
         (getattr(dataset, field) for field in ("targets", "labels", "_labels") if hasattr(dataset, field)), None
     )
     if labels is None:
-        raise Refused(f"--data.name {name}: cannot tell its number of classes; write a task file of your own for it")
+        raise Refused(f"--data.name {name}: its number of classes is not known; write a task file for it")
     return int(max(labels)) + 1
 
 
 def network(name: str, classes: int, size: int = 224) -> nn.Module:
-    """A classification network by name.
+    """Make a classification network by name.
 
     Raises:
         Refused: torchvision has no such classification model.
@@ -198,7 +200,7 @@ def model(config: Any) -> nn.Module:
 
 
 def adapt_state_dict(state: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
-    """Weights without the last layer, where that is for another number of classes."""
+    """Return the weights without the last layer, if that is for another number of classes."""
     own = model.state_dict()
     last = next(reversed(own)).rpartition(".")[0]
     has_other = any(name in own and own[name].shape != state[name].shape for name in state if name.startswith(last))

@@ -54,7 +54,7 @@ class Blocks(Dataset[tuple[Tensor, Tensor]]):
     def __init__(self, text: Corpus | np.ndarray, context: int) -> None:
         """
         Args:
-            text: bytes; of a Corpus none is in memory.
+            text: bytes; those of a Corpus are not in memory.
         """
         self.text, self.context = text, context
 
@@ -88,7 +88,7 @@ def datasets(config: Any) -> tuple[Blocks, Blocks]:
 
 
 def fingerprint(config: Any) -> dict[str, int]:
-    """The files that samples are cut from, with their sizes."""
+    """Return the files that samples are cut from, with their sizes."""
     root = data_root(config.data.root)
     folders = [root / "train", root / "val"] if _is_split(root) else [root]
     return {str(path.relative_to(root)): size for folder in folders for path, size in text_files(folder)}

@@ -1,4 +1,4 @@
-"""From a run folder to its task, configuration, data sets and model: the same on every rank and in every attempt."""
+"""From a run folder to its task, configuration, datasets and model: the same on every rank and in every attempt."""
 
 from __future__ import annotations
 
@@ -33,11 +33,12 @@ from train.trainer.freeze import freeze
 
 T = TypeVar("T")
 _NAMED = 3
-"""Differences of the data that are named."""
+"""Maximum number of differences of the data that are named."""
 
 
 def task_of(run: Run) -> Task:
-    """The task of a run: the built-in one, or the copy in its folder, which imports what the run was launched with.
+    """Return the task of a run: the built-in one, or the copy in the run folder, which imports the copies of its
+    modules.
 
     Raises:
         Refused: the copy is gone or broken, or another user's.
@@ -45,7 +46,7 @@ def task_of(run: Run) -> Task:
     run = owner.opened(run)
     record = run.read()
     if record.get("script"):
-        raise Refused(f"{run.name} runs a script of its own ({record['script']}), not a task")
+        raise Refused(f"{run.name} runs a script ({record['script']}), not a task")
     if not record.get("task"):
         raise Refused(f"{run.folder / 'run.json'} names no task; put it back")
     if record["task"] != "task.py":
@@ -59,7 +60,7 @@ def task_of(run: Run) -> Task:
         if not code.are_copies:
             raise
         modules = run.path / imports.MODULES
-        raise Refused(f"{error}; its modules are those of {modules}: remove it to go on with the originals") from None
+        raise Refused(f"{error}; its modules come from {modules}: remove that file to use the originals") from None
 
 
 def config_of(run: Run, task: Task) -> Config:
@@ -73,7 +74,7 @@ def make_datasets(task: Task, config: Config) -> tuple[Any, dict[str, Any]]:
     A single set without a name has the name ''.
 
     Raises:
-        Refused: the task cannot make them, or they are no map-style data sets.
+        Refused: the task cannot make them, or they are not map-style datasets.
     """
     seed_host(seed_of(config.seed, "datasets"))
     threads = torch.get_num_threads()
@@ -91,11 +92,11 @@ def make_datasets(task: Task, config: Config) -> tuple[Any, dict[str, Any]]:
 
 
 def _check_set(task: Task, config: Config, part: str, dataset: Any) -> None:
-    """Refuse what is no map-style data set, an empty one, and one that cannot be kept on the device as asked for."""
+    """Refuse a dataset that is not map-style, is empty, or cannot be kept on the device as asked."""
     by_index = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
     if not by_index or isinstance(dataset, (IterableDataset, Mapping)):  # the first inherits a __getitem__ that raises
         raise Refused(
-            f"the {part} set of {task.file} is a {type(dataset).__name__}; a map-style data set is needed, "
+            f"the {part} set of {task.file} is a {type(dataset).__name__}; a map-style dataset is needed, "
             f"with __len__ and __getitem__{_instead_of(dataset)}"
         )
     if call(task, f"len() of the {part} set", len, dataset) == 0:
@@ -103,11 +104,14 @@ def _check_set(task: Task, config: Config, part: str, dataset: Any) -> None:
     if not config.data.on_device:
         return
     if config.data.workers:
-        raise Refused("--data.on_device true keeps the data, and loader processes have no use; give --data.workers 0")
+        raise Refused(
+            "--data.on_device true keeps the data on the device, so data workers have no use; give --data.workers 0"
+        )
     if not is_indexed_at_once(dataset, task.collate):
         raise Refused(
-            f"--data.on_device true keeps tensors, and the {part} set of {task.file} is a {type(dataset).__name__}"
-            f"{' with collate()' if task.collate else ''}; return a torch.utils.data.TensorDataset, without collate()"
+            f"--data.on_device true keeps only tensors, but the {part} set of {task.file} is a "
+            f"{type(dataset).__name__}{' with collate()' if task.collate else ''}; return a "
+            "torch.utils.data.TensorDataset, without collate()"
         )
 
 
@@ -120,27 +124,27 @@ def _named(task: Task, made: Any) -> dict[str, Any]:
     for name in made:
         if not (isinstance(name, str) and name.isidentifier()) or name in ("ema", TRAINING):
             raise Refused(
-                f"datasets in {task.file} calls an evaluation set {name!r}; use letters, digits and _, but not ema "
-                f"or {TRAINING}: figures are called NAME.loss"
+                f"datasets in {task.file} names an evaluation set {name!r}; use letters, digits and _, but not "
+                f"ema or {TRAINING} (metrics are named NAME.loss)"
             )
     return made
 
 
 def _instead_of(dataset: Any) -> str:
-    """The remedy, as the end of a sentence."""
+    """Return the remedy for a wrong dataset, as the end of a sentence."""
     if isinstance(dataset, DataLoader):
-        return ": return its data set itself, for batches and workers are --batch_size and --data.workers"
+        return ": return its dataset itself; --batch_size and --data.workers make the batches"
     if isinstance(dataset, Mapping):
         names = ", ".join(map(repr, itertools.islice(dataset, _NAMED)))
         return f": return its parts ({names}), (train, evaluation)"
     return (
-        ": train.shards(folder) gives one of tar and parquet files, datasets.load_dataset without streaming one of the "
-        "hub's; of what else can only be read in turn, make a list once"
+        ": use train.shards(folder) for tar and parquet files, or datasets.load_dataset without "
+        "streaming for one of the hub; read what else can only be read in order into a list"
     )
 
 
 def fingerprint(task: Task, config: Config, train_set: Any, eval_sets: Mapping[str, Any]) -> dict[str, Any]:
-    """The fingerprint of a run's data: the task's own, or one of its data sets.
+    """The fingerprint of a run's data: the task's own, or one of its datasets.
 
     Raises:
         Refused: the task's own fingerprint() fails, or returns what JSON cannot hold.
@@ -148,11 +152,11 @@ def fingerprint(task: Task, config: Config, train_set: Any, eval_sets: Mapping[s
     own = call(task, "fingerprint()", task.fingerprint, config) if task.fingerprint is not None else None
     if own is not None:
         call(task, "fingerprint()", json.dumps, own)
-    return call(task, "a look at the data sets", fingerprints.of_sets, config.data.root, own, train_set, eval_sets)
+    return call(task, "a look at the datasets", fingerprints.of_sets, config.data.root, own, train_set, eval_sets)
 
 
 def data_differs(run: Run, task: Task, config: Config, train_set: Any, eval_sets: Mapping[str, Any]) -> str:
-    """How these data differ from those that a run began with; '' where they do not, or it is not known.
+    """Return how these data differ from those that a run started with; '' if they do not, or if that is not known.
 
     Raises:
         Refused: the record of the first ones is damaged.
@@ -166,7 +170,7 @@ def data_differs(run: Run, task: Task, config: Config, train_set: Any, eval_sets
 
 
 def make_model(task: Task, config: Config, weights: torch.dtype = torch.float32) -> nn.Module:
-    """The model with its first weights, on the CPU. Seeded.
+    """Return the model with its first weights, on the CPU. Seeded.
 
     Raises:
         Refused: the task cannot make it.
@@ -177,8 +181,8 @@ def make_model(task: Task, config: Config, weights: torch.dtype = torch.float32)
         raise Refused(f"model in {task.file} must return a torch.nn.Module, got {type(model).__name__}")
     if any(name.rpartition(".")[2] == "_orig_mod" for name, _ in model.named_modules()):
         raise Refused(
-            f"the model of {task.file} is wrapped by torch.compile, under whose names no weights fit: use "
-            "--compile true, or compile a module of your own class in place (net.compile())"
+            f"the model of {task.file} is wrapped by torch.compile, which renames its weights; use --compile "
+            "true, or compile a module in place (net.compile())"
         )
     if any(map(nn.parameter.is_lazy, model.parameters())):
         raise Refused(
@@ -218,7 +222,7 @@ def make_objects(task: Task, model: nn.Module, config: Config, device: torch.dev
 
 
 def check_forward(task: Task, model: nn.Module) -> None:
-    """Check that a forward changes no weights, as far as the modules show.
+    """Check that no module changes weights in its forward, as far as the modules show.
 
     Raises:
         Refused: it would.
@@ -226,13 +230,13 @@ def check_forward(task: Task, model: nn.Module) -> None:
     for name, part in model.named_modules():
         if isinstance(part, (nn.Embedding, nn.EmbeddingBag)) and part.max_norm is not None:
             raise Refused(
-                f"{name or 'the model'} in {task.file} has max_norm, with which each rank changes the weights by "
-                "itself; leave it out, or shorten rows after the optimizer's step (register_step_post_hook)"
+                f"{name or 'the model'} in {task.file} has max_norm, so each rank would change the weights "
+                "differently; leave it out, or shorten rows after the optimizer's step (register_step_post_hook)"
             )
 
 
 def inference_model(task: Task, model: nn.Module) -> nn.Module:
-    """What evaluation and export take: of a task with inference_model() what that returns, else the model itself."""
+    """Return the model for evaluation and export: what the task's inference_model() returns, else the model itself."""
     if task.inference_model is None:
         return model
     seed_host(seed_of(0, "inference_model"))
@@ -243,7 +247,7 @@ def inference_model(task: Task, model: nn.Module) -> nn.Module:
 
 
 def _give_memory(model: nn.Module) -> None:
-    """Give each element of a buffer memory of its own: what expand() made cannot be written to."""
+    """Give each element of a buffer its own memory: a buffer that expand() made cannot be written to."""
     for part in model.modules():
         for name, buffer in buffers_of(part).items():
             if buffer is not None and buffer.layout == torch.strided:
@@ -255,11 +259,11 @@ def _give_memory(model: nn.Module) -> None:
 def first_samples(
     task: Task, config: Config, precision: Precision, dataset: Any, count: int = 0, name: str = TRAINING
 ) -> Any:
-    """A batch of the first samples of a data set (again from the first where it is too small).
+    """Return a batch of the first samples of a dataset. A small dataset is repeated.
 
     Args:
         count: how many; 0: a micro batch.
-        name: of the data set.
+        name: of the dataset.
     """
     assert isinstance(config.micro_batch_size, int)
     fetch, wanted = fetcher(dataset, task.collate, name), count or config.micro_batch_size
@@ -279,14 +283,14 @@ def first_samples(
 
 
 def call(task: Task, what: str, function: Callable[..., T], *arguments: Any) -> T:
-    """Call a function of the task; what it raises is refused in a line that names where."""
+    """Call a function of the task. An error becomes a refusal in one line that names the place."""
     with refusing(task, what):
         return function(*arguments)
 
 
 @contextlib.contextmanager
 def refusing(task: Task, what: str = "") -> Iterator[None]:
-    """Turns what the task's own code raises into a refusal, with the line that `train launch` would print.
+    """Context manager that turns an error of the task's code into a refusal, with the line that `train launch` prints.
 
     Args:
         what: the part of the task that runs, where the line is to name it.
@@ -305,10 +309,10 @@ def refusing(task: Task, what: str = "") -> Iterator[None]:
 
 
 def plan_of(config: Config, length: int) -> Plan:
-    """How the training set is cut.
+    """Return how the training set is cut into batches.
 
     Raises:
-        Refused: it has not even one whole batch, and a short one is to be left out.
+        Refused: drop_last would leave no batch.
     """
     assert isinstance(config.micro_batch_size, int)
     if config.data.drop_last and length < config.batch_size:
@@ -321,14 +325,14 @@ def plan_of(config: Config, length: int) -> Plan:
 
 
 def evaluation_plans(config: Config, eval_sets: Mapping[str, Any]) -> dict[str, Plan]:
-    """How each evaluation set is cut, and how much of it is evaluated."""
+    """Return how each evaluation set is cut, and how much of it is evaluated."""
     size, limit = config.micro_batch_size, config.eval.limit_batches * config.batch_size
     assert isinstance(size, int)
     return {name: Plan(len(one), config.batch_size, size, config.seed, limit=limit) for name, one in eval_sets.items()}
 
 
 def total_steps(config: Config, plan: Plan) -> int:
-    """Optimizer updates of the whole run."""
+    """Number of steps of the whole run."""
     if config.steps is not None:
         return config.steps
     assert config.epochs is not None

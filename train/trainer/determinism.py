@@ -1,4 +1,4 @@
-"""Settings that make two processes compute the same bits, for training and for evaluation alone."""
+"""Settings that make two processes compute the same bits, in training and in `train eval`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ _CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
 
 
 def set_determinism(config: Config) -> None:
-    """Set this process's arithmetic as the configuration says. Before a device is touched: cuBLAS reads it then.
+    """Set this process's arithmetic as the configuration says. Call it before a device is touched: cuBLAS reads it
+    then.
 
     Deterministic is strict. With warnings alone torch would not change the backward of attention, in all three of its
     fast kernels; strict, it fixes the order in two of them and avoids the third, cuDNN's (2.7.1:
@@ -35,14 +36,15 @@ def set_determinism(config: Config) -> None:
 
 
 def lay_out(model: nn.Module, config: Config) -> nn.Module:
-    """The same model, its weights laid out in memory as the configuration says."""
+    """Lay out the model's weights in memory as the configuration says. Returns the same model."""
     if config.channels_last:
         model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     return model
 
 
 def compile_as_asked(model: nn.Module, config: Config) -> None:
-    """Compile a model in place, if that is wanted. Call it once the model is on its device, with its first weights."""
+    """Compile a model in place if the configuration asks for it. Call it when the model is on its device with its first
+    weights."""
     if config.compile:
         model.compile(dynamic=False)
     fix_compiler(config.compile, config.deterministic)
@@ -54,6 +56,6 @@ def refusal(error: BaseException) -> str:
     if found is None:
         return ""
     return (
-        f"{found[1]} has no deterministic implementation on this device; use another operation, or start the run with "
-        "--deterministic false: resumed, it is then not equal bit for bit"
+        f"{found[1]} has no deterministic implementation on this device; use another operation, or start "
+        "the run with --deterministic false (a resume then ends with other bits)"
     )

@@ -1,6 +1,7 @@
-"""Early stopping: whether the evaluations of a run up to now end it.
+"""Early stopping: do the evaluations of a run so far end it?
 
-That follows from their figures alone. metrics.jsonl holds them, and a resume cuts it to its step: no state is saved.
+The answer follows from their figures alone. metrics.jsonl holds these, and a resume cuts it to its step, so no state is
+saved.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from train.run.metrics import evaluations
 from train.run.run_folder import Run
 
 Score = tuple[int, float | None]
-"""The step after which was evaluated, and the figure; None: it was not finite, or there was none of that name."""
+"""The step of an evaluation and its figure. None: the figure was not finite or did not exist."""
 
 
 class StoppingRule:
@@ -29,21 +30,22 @@ class StoppingRule:
         self._scores: list[Score] = [(line["step"], line["eval"].get(self._aim.metric)) for line in lines]
 
     def add(self, step: int, figures: Mapping[str, float]) -> None:
-        """Add an evaluation, by rank 0's figures. A collective.
+        """Add an evaluation, with rank 0's figures. A collective.
 
         Raises:
-            TrainingFailed: it does not give the metric.
+            TrainingFailed: the evaluation does not give the metric.
         """
         name, score = self._aim.metric, self._world.broadcast(figures.get(self._aim.metric))
         if score is None:
             raise TrainingFailed(
-                f"no evaluation gives {name}, which early_stopping.metric names{nearest(name, figures)} (there are: "
-                f"{', '.join(figures)}); for another: train resume {self._run.name} --early_stopping.metric NAME"
+                f"no evaluation gives {name}, which early_stopping.metric names{nearest(name, figures)} (there "
+                f"are: {', '.join(figures)}); choose another: train resume {self._run.name} "
+                "--early_stopping.metric NAME"
             )
         self._scores.append((step, score if math.isfinite(score) else None))
 
     def reason(self) -> str:
-        """Why the run ends after the newest evaluation; '' where it does not."""
+        """Return why the run ends after the newest evaluation; '' if it does not."""
         return _reason(self._settings, self._aim, self._scores)
 
 
@@ -56,10 +58,10 @@ def _reason(settings: EarlyStopping, aim: Aim, scores: Iterable[Score]) -> str:
 
 
 def check_goes_on(settings: EarlyStopping, run: Run, steps: range) -> None:
-    """Whether the evaluations of a run let these steps follow, counted from 0, in it or in a fork.
+    """Check that the evaluations of a run allow these steps (counted from 0), in the run or in a fork of it.
 
     Raises:
-        Refused: they would end it at once.
+        Refused: they would end the run at once.
     """
     if not settings.metric or not steps:
         return
@@ -69,13 +71,13 @@ def check_goes_on(settings: EarlyStopping, run: Run, steps: range) -> None:
     if why := _reason(settings, aim, scores):
         count, _ = without_improvement(scores, aim, settings.min_delta)
         raise Refused(
-            f"no step would follow step {step}, for {run.name} has ended by {why}; give --early_stopping.patience "
-            f"{count + 1} or more, or another --early_stopping.metric"
+            f"{run.name} has no step after step {step}, because it ended by {why}; give "
+            f"--early_stopping.patience {count + 1} or more, or another --early_stopping.metric"
         )
 
 
 def without_improvement(scores: Iterable[Score], aim: Aim, min_delta: float) -> tuple[int, Score | None]:
-    """How many of the newest scores brought no improvement by more than `min_delta`, and the one that did last."""
+    """Return how many of the newest scores did not improve by more than `min_delta`, and the last score that did."""
     best, count, found = -math.inf, 0, None
     for step, score in scores:
         value = None if score is None else -score if aim.is_least else score

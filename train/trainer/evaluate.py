@@ -37,15 +37,15 @@ from train.trainer.predictions import Predictions
 log = logging.getLogger("train")
 
 _ASK_EVERY = 16
-"""Micro batches between two checks of all ranks for a stop request."""
+"""Number of micro batches between two checks of all ranks for a stop request."""
 _LARGE = 64 << 20
-"""Bytes of a buffer that holds weights rather than statistics."""
+"""Bytes from which a buffer counts as weights, not as statistics, and is not copied."""
 Show = Callable[[dict[str, bytes]], None]
 """Takes pictures by name, as PNG files."""
 Weights = Callable[[], contextlib.AbstractContextManager[None]]
-"""While what this gives is entered, the model has certain weights."""
+"""Returns a context manager that swaps in the weights to evaluate and restores the others on exit."""
 Row = list[Tensor | float]
-"""Of a micro batch: the number of its samples, then total and count of each figure, in the order of their names."""
+"""The figures of a micro batch: its number of samples, then total and count of each figure, in the order of names."""
 _OTHER_NAMES = "metrics must return the same names for every batch"
 
 
@@ -62,7 +62,7 @@ def evaluate(
     show: Show | None = None,
     average: Average | None = None,
 ) -> tuple[dict[str, float], int] | None:
-    """The figures of all evaluation sets, and the number of samples that were read; None if a stop came in between.
+    """Evaluate all sets. Returns the figures and the number of samples that were read; None if a stop interrupted it.
 
     Loss and metrics are weighted by true counts. A collective: all ranks call it. Sums are made in the order of a data
     set, whatever the number of ranks.
@@ -109,7 +109,7 @@ def _compute(
     passes: Sequence[_Pass], stream: Iterator[tuple[MicroBatch, Any]], slots: int, stops: Callable[[], bool],
     beat: Callable[[int], None], show: Show | None,
 ) -> bool:  # fmt: skip
-    """Compute this rank's micro batches of a set. False if a stop came in between."""
+    """Compute this rank's micro batches of a set. Returns False if a stop interrupted it."""
     for slot in range(slots):
         if slot % _ASK_EVERY == 0:
             if stops():
@@ -159,7 +159,7 @@ class _Pass:
             self.predictions.add(micro.number, made, samples)
 
     def end(self, micros: int, seed: int, beat: Callable[[int], None]) -> tuple[dict[str, float], int]:
-        """The figures of the set, and the number of its samples. A collective."""
+        """Return the figures of the set and its number of samples. A collective."""
         figures, samples = summed(self.rows, self.names, micros, self.world)
         whole = self.predictions.figures(seed, beat)
         for name in figures.keys() & whole.keys():
@@ -171,7 +171,7 @@ class _Pass:
 
 @contextlib.contextmanager
 def _same_buffers(model: nn.Module) -> Iterator[None]:
-    """Restore each buffer at the end: the tensor and its content."""
+    """Context manager that restores each buffer on exit: the tensor and its content."""
     before = [
         (part, name, buffer, None if buffer is None or buffer.nbytes > _LARGE else buffer.detach().clone())
         for part in model.modules()
@@ -195,7 +195,8 @@ def _row(samples: int, figures: dict[str, Figure]) -> Row:
 
 
 def _on_host(rows: Iterable[Row], device: torch.device) -> list[list[float]]:
-    """The rows as numbers. Tensors are transferred together: the host waits for the device in each transfer."""
+    """Return the rows as numbers. Tensors are transferred together, because the host waits for the device in each
+    transfer."""
     rows = list(rows)
     tensors = [value.to(device, torch.float64) for row in rows for value in row if isinstance(value, Tensor)]
     numbers = iter(torch.stack(tensors).tolist() if tensors else ())
@@ -203,7 +204,7 @@ def _on_host(rows: Iterable[Row], device: torch.device) -> list[list[float]]:
 
 
 def summed(rows: dict[int, Row], names: list[str], micros: int, world: World) -> tuple[dict[str, float], int]:
-    """The figures of all ranks' rows, by these names, and the number of samples. A collective."""
+    """Return the figures of all ranks' rows by name, and the number of samples. A collective."""
     all_names = [found for found in world.gather(names) if found]  # a rank may have read nothing
     if any(set(found) != set(all_names[0]) for found in all_names):
         raise TrainingFailed(_OTHER_NAMES)
@@ -236,7 +237,7 @@ def evaluate_run(run: Run, step: int | None) -> tuple[int, int, dict[str, float]
     device = _device_of(run, config)
     name = precision_on(device, config)
     if name != config.precision:
-        log.warning("warning: a CPU has no %s: evaluated in %s", config.precision, name)
+        log.warning("warning: a CPU cannot compute in %s; evaluated in %s", config.precision, name)
     precision = Precision(name, device)
     train_set, eval_sets = build.make_datasets(task, config)
     if not eval_sets:
@@ -249,7 +250,7 @@ def evaluate_run(run: Run, step: int | None) -> tuple[int, int, dict[str, float]
     skipped = _warn if config.data.leaves_out else None
     workers = config.data.workers or 0
     if workers and (problem := threads.problem()):  # of model(), say: that of a rank starts later
-        log.warning("warning: evaluated without loader workers: %s", problem)
+        log.warning("warning: evaluated without data workers: %s", problem)
         workers = 0
     loader = Loader(
         None, eval_sets, task.collate, workers, device, precision.inputs, skipped,
@@ -275,9 +276,9 @@ def evaluate_run(run: Run, step: int | None) -> tuple[int, int, dict[str, float]
 
 
 def _device_of(run: Run, config: Config) -> torch.device:
-    """The device to evaluate on: that of training, or the CPU where there is no GPU."""
+    """Return the device to evaluate on: that of training, or the CPU if there is no GPU."""
     try:
         return pick_device(config, 1, 0)
     except NoGPU:
-        log.warning("warning: %s was trained on a GPU, and torch sees none here: evaluated on the CPU", run.name)
+        log.warning("warning: %s was trained on a GPU, but torch sees none here; evaluated on the CPU", run.name)
         return torch.device("cpu")

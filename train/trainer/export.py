@@ -31,7 +31,7 @@ def export(run: Run, target: Path, step: int | None = None, average: bool = Fals
     """
     task, config, model, step, averaged = load_trained(run, step)
     if average and not averaged:
-        raise Refused(f"{run.name} keeps no average of its weights; a run that does is launched with --ema.decay 0.999")
+        raise Refused(f"{run.name} keeps no average of its weights; to get one, launch a run with --ema.decay 0.999")
     if average:
         model.load_state_dict(averaged, strict=False)
     inference = build.inference_model(task, model)
@@ -61,7 +61,7 @@ def _to_onnx(task: Task, config: Config, model: nn.Module, inference: nn.Module,
         ) from None
     calls = _calls(task, config, model, inference)
     if not calls or not all(isinstance(argument, torch.Tensor) for argument in calls[0]):
-        raise Refused("export to .onnx needs a model that is called with tensors alone; export .safetensors instead")
+        raise Refused("export to .onnx needs a model that takes only tensors; export .safetensors instead")
     names = [f"input{index}" for index in range(len(calls[0]))]
     try:
         with warnings.catch_warnings():
@@ -75,7 +75,7 @@ def _to_onnx(task: Task, config: Config, model: nn.Module, inference: nn.Module,
 
 
 def _calls(task: Task, config: Config, model: nn.Module, inference: nn.Module) -> list[tuple[Any, ...]]:
-    """The arguments with which the task's functions call the inference model, on two samples."""
+    """Return the arguments with which the task's functions call the inference model on two samples."""
     train_set, eval_sets = build.make_datasets(task, config)
     name, dataset = next(((name or EVALUATION, each) for name, each in eval_sets.items()), (TRAINING, train_set))
     calls: list[tuple[Any, ...]] = []

@@ -24,13 +24,14 @@ _COLUMNS = {"bf16": 0, "fp16": 0, "tf32": 1, "fp32": 2}
 
 
 def peak(name: str, precision: str) -> float:
-    """FLOP/s of a GPU at its best; 0: unknown."""
+    """Return the peak FLOP/s of a GPU; 0 if unknown."""
     found = next((speeds for part, speeds in _PEAKS.items() if part in name and "Laptop" not in name), (0, 0, 0))
     return found[_COLUMNS[precision]] * 1e12 if precision in _COLUMNS else 0.0
 
 
 def flops_of(config: Config, world: World) -> Flops | None:
-    """What counts FLOPs on rank 0; None where that says nothing: compiled, with recompute, on unknown GPUs."""
+    """Return the FLOP counter of rank 0; None where a count would mean nothing: compiled, with recompute, on unknown
+    GPUs."""
     counts_all = world.device.type == "cuda" and not config.compile and not config.parallel.recompute
     if not (config.log.mfu and world.is_first and counts_all):
         return None
@@ -39,14 +40,14 @@ def flops_of(config: Config, world: World) -> Flops | None:
 
 
 class Flops:
-    """What a sample costs on this rank, beside what all ranks could compute."""
+    """Compares the FLOPs that a sample costs on this rank with what all ranks could compute."""
 
     def __init__(self, peak: float) -> None:
         self._peak, self._of_sample = peak, 0.0
 
     @contextlib.contextmanager
     def counting(self, plan: Plan, sharing: Sharing, step: int) -> Iterator[None]:
-        """Around a step, counted from 0."""
+        """Context manager around a step (counted from 0) that counts its FLOPs."""
         from torch.utils.flop_counter import FlopCounterMode
 
         spans = (plan.span(number, plan.samples(step)) for number, _ in sharing.computed(plan.micro_batches(step)))
@@ -56,5 +57,5 @@ class Flops:
         self._of_sample = counter.get_total_flops() / own
 
     def utilisation(self, samples_per_s: float) -> float:
-        """The share of the GPUs' peak, from 0 to 1."""
+        """Return the share of the GPUs' peak that is used, from 0 to 1."""
         return self._of_sample * samples_per_s / self._peak

@@ -10,7 +10,7 @@ from train.errors import Refused, nearest
 
 
 def freeze(model: nn.Module, patterns: str) -> None:
-    """Let the parameters that these patterns name require no gradient.
+    """Freeze the parameters that these patterns name.
 
     Raises:
         Refused: a pattern matches nothing, or all that could be trained.
@@ -32,8 +32,8 @@ def freeze(model: nn.Module, patterns: str) -> None:
 
 
 def set_training(model: nn.Module, patterns: str) -> None:
-    """Put a model into training mode, and what is frozen in it as a whole into eval mode: its running statistics stay
-    as they are, and it drops nothing."""
+    """Put a model into training mode, and its fully frozen modules into eval mode: they keep their running statistics
+    and drop nothing."""
     model.train()
     wanted = patterns_of(patterns)
     for name, module in model.named_modules() if wanted else ():
@@ -43,12 +43,12 @@ def set_training(model: nn.Module, patterns: str) -> None:
 
 
 def patterns_of(patterns: str) -> list[str]:
-    """The patterns of a field, which commas part."""
+    """Return the patterns of a field, which commas separate."""
     return [pattern.strip() for pattern in patterns.split(",") if pattern.strip()]
 
 
 def matches(name: str, patterns: list[str]) -> bool:
-    """Whether a pattern matches the dotted name or that of a module that it is in."""
+    """Whether a pattern matches the dotted name or the name of a module that contains it."""
     parts = name.split(".")
     names = [".".join(parts[:count]) for count in range(1, len(parts) + 1)]
     return any(fnmatchcase(one, pattern) for one in names for pattern in patterns)

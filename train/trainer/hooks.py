@@ -1,4 +1,5 @@
-"""What a task adds to a step: state of its own, a change after the optimizer's step, an average of the weights."""
+"""What happens after each step beside the update: the task's state and its after_step(), and the average of the
+weights."""
 
 from __future__ import annotations
 
@@ -21,9 +22,9 @@ from train.tasks import Task
 from train.trainer.build import make_objects
 
 _AVERAGED = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-"""Types of buffers that have means."""
+"""Types of buffers that can be averaged."""
 _CHECKED = 2
-"""Steps of an attempt after which the task's own state is compared between ranks."""
+"""Number of steps of an attempt after each of which the task's state is compared between ranks."""
 
 
 class Average:
@@ -37,11 +38,12 @@ class Average:
     def __init__(self, module: nn.Module, config: Config) -> None:
         self._config = config.ema
         self._sharded: list[Any] = [part for part in module.modules() if hasattr(part, "reshard")]
-        """Of fsdp, what gathers parameters."""
+        """What gathers parameters with fsdp."""
         held = [one for one in module.state_dict(keep_vars=True).values() if isinstance(one, Tensor)]
         means = {id(now): now.detach().clone() for now in held}
         self.tensors = {name: means[id(now)] for name, now in zip(weights_of(module), held, strict=True)}
-        """By the names of the model's state, tied ones of the same tensor; spread over ranks as that is."""
+        """Maps a name of the model's state to its average. Tied names share a tensor; spread over ranks like the
+        model."""
         pairs = {id(now): (local(means[id(now)]), now) for now in held}.values()
         # parameters and buffers, and not what they hold now: fsdp moves it in its first forward
         self._averaged = [(mean, now) for mean, now in pairs if _moves(now)]
@@ -49,7 +51,7 @@ class Average:
         self._buffers = [mean for mean, now in pairs if not isinstance(now, nn.Parameter)]
 
     def update(self, step: int) -> None:
-        """Take in the weights after a step, counted from 1."""
+        """Add the weights after a step, counted from 1."""
         assert self._config.decay is not None
         decay, warmup = self._config.decay, self._config.warmup
         if warmup:
@@ -60,13 +62,13 @@ class Average:
             mean.copy_(local(now.detach()))
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Take over an average that was saved."""
+        """Load a saved average."""
         for name, tensor in tensors.items():
             self.tensors[name].copy_(tensor)
 
     @contextlib.contextmanager
     def swapped(self) -> Iterator[None]:
-        """While the model computes with the average. What becomes of buffers meanwhile is forgotten."""
+        """Context manager in which the model computes with the average. Changes of buffers inside are undone."""
         before = [mean.clone() for mean in self._buffers]
         self._swap()
         try:
@@ -88,14 +90,15 @@ class Average:
 
 
 def _moves(tensor: Tensor) -> bool:
-    """Whether training moves it by small steps. A frozen parameter, or a mask with infinities, it does not."""
+    """Whether training changes the tensor by small steps. False for a frozen parameter and for a mask with
+    infinities."""
     if isinstance(tensor, nn.Parameter):
         return tensor.requires_grad
     return tensor.dtype in _AVERAGED and bool(torch.isfinite(tensor).all())
 
 
 class Hooks:
-    """What happens after each step of the optimizer, alike on all ranks; and the state that belongs to it."""
+    """What happens after each step of the optimizer, on all ranks alike, and its state."""
 
     def __init__(self, task: Task, strategy: Strategy, config: Config) -> None:
         module, world = strategy.module, strategy.world
@@ -104,13 +107,13 @@ class Hooks:
         self._objects = make_objects(task, module, config, world.device)
         self.extra = Extra(self.average.tensors if self.average is not None else {}, self._objects)
         self.are_used = task.after_step is not None or self.average is not None or bool(self._objects)
-        """Whether there is anything to do; a run without pays nothing in a step."""
+        """Whether there is anything to do. Otherwise a step pays nothing for it."""
         holders = (module, task.after_step, *self._objects.values())
         self._generators = owned(*holders) if task.after_step is not None else []
         self._steps = 0
 
     def after_step(self, step: int) -> None:
-        """After the update of a step, counted from 1.
+        """Run what follows the update of a step, counted from 1.
 
         Raises:
             TrainingFailed: the task's own state differs between ranks, or after_step changes what is trained.
@@ -123,8 +126,8 @@ class Hooks:
                 self._task.after_step(self._module, step, self._objects)
             if trained != [parameter.requires_grad for parameter in self._module.parameters()]:
                 raise TrainingFailed(
-                    f"after_step in {self._task.file} changes which parameters require gradients, which no checkpoint "
-                    "holds: use --freeze, or two runs, the second with --init"
+                    f"after_step in {self._task.file} changes which parameters require gradients, but no checkpoint "
+                    "holds that; use --freeze, or two runs, the second with --init"
                 )
             self._strategy.restore_buffers()  # one that is reassigned (model.code = …)
         if self.average is not None:
@@ -134,7 +137,7 @@ class Hooks:
             self.check()
 
     def check(self) -> None:
-        """Compare the task's own state between ranks. A collective, where there is any.
+        """Compare the task's state between ranks. A collective, if there is any state.
 
         Raises:
             TrainingFailed: it differs.

@@ -1,7 +1,6 @@
-"""The weights that a new run begins with: those of a file, of another run or of the task, fitted to its model.
+"""The weights that a new run starts with: those of a file, of another run or of the task, fitted to the run's model.
 
-They are read when the run is launched, and lie in its folder from then on: no resume, evaluation or export needs their
-source.
+They are read at launch and kept in the run folder, so no resume, evaluation or export needs their source.
 """
 
 from __future__ import annotations
@@ -24,38 +23,38 @@ from train.trainer.build import call
 from train.trainer.freeze import matches, patterns_of
 
 FILE = "init.safetensors"
-"""In a run folder: what fits of them, by the names of its model."""
+"""Name of the file in the run folder with the weights that fit, by the names of the run's model."""
 _INNER = ("state_dict", "model", "model_state_dict", "model_state", "module", "net", "network", "weights", "params")
-"""Under which names programs save the state of a model beside other things; the first that is there is taken."""
+"""Names under which programs save a model's state beside other things; the first one found is used."""
 _WRAPPERS = re.compile(r"^(_orig_mod\.)?(module\.)?(_orig_mod\.)?")
-"""What torch.compile and DDP put before names."""
+"""Prefixes that torch.compile and DDP put before names."""
 _SCALAR: Any = np.float64().__reduce__()[0]
 _HARMLESS: list[Any] = [
     argparse.Namespace, np.dtype, (_SCALAR, "numpy.core.multiarray.scalar"), (_SCALAR, "numpy._core.multiarray.scalar"),
     *(type(np.dtype(code)) for code in "?bhilqBHILQefd"),
 ]  # fmt: skip
-"""Classes beside tensors that old checkpoints hold and that execute nothing."""
+"""Classes other than tensors in old checkpoints that execute nothing."""
 _NAMED = 6
-"""Names of a kind that the table lists."""
+"""Maximum number of names per kind that the table lists."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Fitted:
-    """What became of the weights."""
+    """What happened to the weights of a source."""
 
     source: str
-    """The file, run or function that they are from."""
+    """The file, run or function that the weights come from."""
     weights: dict[str, Tensor]
-    """Those that are loaded, by the names of the model."""
+    """The weights that are loaded, by the names of the model."""
     new: list[str]
-    """Of the model: nothing was loaded into them."""
+    """Names of the model that nothing was loaded into."""
     left_out: list[str]
-    """Of the source, for the model has no such name or they are skipped."""
+    """Names of the source that are skipped or that the model does not have."""
     other_shape: dict[str, tuple[tuple[int, ...], tuple[int, ...]]]
-    """Of both: the shape in the source and in the model."""
+    """Names in both with different shapes: the shape in the source and in the model."""
 
     def table(self) -> list[str]:
-        """What was loaded, left out, new and of another shape, in lines."""
+        """Return lines on what was loaded, left out, new and of another shape."""
         count = len(self.weights)
         numbers = sum(tensor.numel() for tensor in self.weights.values())
         of = count + len(self.new) + len(self.other_shape)
@@ -67,14 +66,14 @@ class Fitted:
         return lines
 
     def file(self) -> bytes:
-        """What lies in the run folder."""
+        """Return the content of the file in the run folder."""
         from safetensors.torch import save
 
         return save({name: tensor.clone() for name, tensor in self.weights.items()})
 
 
 def load(folder: Path, model: nn.Module) -> None:
-    """Give a model the first weights of a run folder.
+    """Load the first weights in a run folder into a model.
 
     Raises:
         Refused: they are gone or damaged.
@@ -83,7 +82,7 @@ def load(folder: Path, model: nn.Module) -> None:
 
 
 def fitted(task: Task, config: Config, model: nn.Module) -> Fitted | None:
-    """The first weights of a new run, by the names of its model; None: those that model() has made.
+    """Return the first weights of a new run by the names of its model; None: use those that model() made.
 
     Raises:
         Refused: they cannot be read, or do not fit as they are asked to.
@@ -112,10 +111,10 @@ def fitted(task: Task, config: Config, model: nn.Module) -> Fitted | None:
 
 
 def read(path: Path, source: str) -> dict[str, Tensor]:
-    """The tensors of a file or of a checkpoint's folder. `source` begins what is refused.
+    """Return the tensors of a file or of a checkpoint's folder. A refusal begins with `source`.
 
     Raises:
-        Refused: it is damaged, or holds no state of a model, or more than tensors.
+        Refused: the file is damaged, holds no state of a model, or holds more than tensors.
     """
     if path.is_dir():
         from train.checkpoint import manifest as manifests
@@ -140,15 +139,15 @@ def read(path: Path, source: str) -> dict[str, Tensor]:
         if path.suffix == ".safetensors":
             why = one_line(error)[:200]
         elif unsafe:
-            why = f"it holds {unsafe[1]}, which is code; save its state alone: torch.save(model.state_dict(), FILE)"
+            why = f"it holds {unsafe[1]}, which is code; save only its state: torch.save(model.state_dict(), FILE)"
         else:
-            why = "it is no .safetensors and no file of torch.save, or is damaged"
+            why = "it is neither a .safetensors file nor one of torch.save, or it is damaged"
         raise Refused(f"{source}: cannot be read: {why}") from None
     return _tensors_of(made, source)
 
 
 def _tensors_of(made: Any, source: str) -> dict[str, Tensor]:
-    """The state of a model, also from among other things.
+    """Return the state of a model, also if the file holds other things.
 
     Raises:
         Refused: there is none, or several.
@@ -158,7 +157,7 @@ def _tensors_of(made: Any, source: str) -> dict[str, Tensor]:
     inner = {str(name): value for name, value in made.items() if isinstance(value, dict) and _has_tensors(value)}
     found = next((inner[name] for name in _INNER if name in inner), None)
     if found is None and len(inner) > 1:
-        raise Refused(f"{source}: holds several state dicts ({', '.join(inner)}); save the one that is meant alone")
+        raise Refused(f"{source}: holds several state dicts ({', '.join(inner)}); save only the one you want")
     if found is None:
         found = made if _has_tensors(made) else next(iter(inner.values()), None)
     if found is None:
@@ -174,10 +173,10 @@ def fit(
     model: nn.Module, state: dict[str, Tensor], init: Init, source: str,
     adapt: Callable[[dict[str, Tensor]], dict[str, Tensor]] = lambda state: state,
 ) -> Fitted:  # fmt: skip
-    """Fit weights to a model, which gets none of them.
+    """Fit weights to a model without loading them.
 
     Args:
-        adapt: makes other weights of them; what it leaves out may be missing.
+        adapt: changes the weights; names that it leaves out may be missing.
 
     Raises:
         Refused: nothing fits, or without init.partial something does not; or a field of init does nothing.
@@ -213,7 +212,7 @@ def fit(
 def _check_whole(
     source: str, other: dict[str, tuple[Any, Any]], missing: list[str], unknown: list[str]
 ) -> None:  # fmt: skip
-    """Refuse what does not fit, as one refuses to guess. Raises Refused."""
+    """Refuse weights that do not fit, rather than guess. Raises Refused."""
     missing = [name for name in missing if not name.endswith("num_batches_tracked")]  # older versions of torch had none
     if not (other or missing or unknown):
         return
@@ -224,36 +223,36 @@ def _check_whole(
         names, end = (missing, "missing in it") if missing else (unknown, "not in the model")
         what = f"{_listed(names)} {'is' if len(names) == 1 else 'are'} {end}"
     raise Refused(
-        f"{source}: {what}; leave out what is not meant: --init.skip '{name.rpartition('.')[0] or name}', or take "
-        "what fits: --init.partial true"
+        f"{source}: {what}; to skip it: --init.skip '{name.rpartition('.')[0] or name}', or to load what "
+        "fits: --init.partial true"
     )
 
 
 def _place(tensor: Tensor) -> tuple[int, int]:
-    """Where a tensor begins in memory: tied ones share it."""
+    """Return where a tensor begins in memory; tied tensors share it."""
     return tensor.data_ptr(), tensor.numel()
 
 
 def _unwrapped(state: dict[str, Tensor], own: Iterable[str]) -> dict[str, Tensor]:
-    """The same without what DDP and torch.compile put before names, unless more of them are the model's with it."""
+    """Return the weights without the prefixes of DDP and torch.compile, unless more names fit the model with them."""
     bare = {_WRAPPERS.sub("", name): tensor for name, tensor in state.items()}
     return max(bare, state, key=lambda one: len(one.keys() & set(own)))
 
 
 def _renames(text: str) -> list[tuple[str, str]]:
-    """The beginnings of names, and what takes their place."""
+    """Return pairs of a prefix and its replacement."""
     pairs = [part.strip().partition("=") for part in text.split(",") if part.strip()]
     for old, sign, _ in pairs:
         if not sign:
-            raise Refused(f"--init.rename {text}: give OLD=NEW, beginnings of names, several parted by commas: {old}=")
+            raise Refused(f"--init.rename {text}: give OLD=NEW, prefixes of names, separated by commas: {old}=")
     return [(old, new) for old, _, new in pairs]
 
 
 def _renamed(state: dict[str, Tensor], text: str) -> dict[str, Tensor]:
-    """The same under names whose beginnings are changed: 'backbone.=encoder.', or '=encoder.' before all.
+    """Return the weights with renamed prefixes: 'backbone.=encoder.', or '=encoder.' before every name.
 
     Raises:
-        Refused: no name begins so, or two become one.
+        Refused: no name has the prefix, or two names would become one.
     """
     made = dict(state)
     for old, new in _renames(text):
@@ -261,13 +260,13 @@ def _renamed(state: dict[str, Tensor], text: str) -> dict[str, Tensor]:
             raise Refused(f"--init.rename {old}={new}: no name begins with {old}; there are {_listed(made)}")
         pairs = [(new + name.removeprefix(old) if name.startswith(old) else name, one) for name, one in made.items()]
         if len(dict(pairs)) < len(pairs):
-            raise Refused(f"--init.rename {old}={new}: two names become one")
+            raise Refused(f"--init.rename {old}={new}: two tensors would get one name")
         made = dict(pairs)
     return made
 
 
 def _skipped(names: list[str], patterns: str) -> set[str]:
-    """Those of the names that patterns match, themselves or the module that they are in.
+    """Return the names that patterns match, by the name itself or by a module that contains it.
 
     Raises:
         Refused: a pattern matches nothing.
@@ -285,6 +284,6 @@ def _skipped(names: list[str], patterns: str) -> set[str]:
 
 
 def _listed(names: Iterable[str]) -> str:
-    """The first of some names, and how many more there are."""
+    """Return the first of some names, and how many more there are."""
     all_names = list(dict.fromkeys(names))
     return ", ".join(all_names[:_NAMED]) + (f" and {len(all_names) - _NAMED} more" if len(all_names) > _NAMED else "")

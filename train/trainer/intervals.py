@@ -14,23 +14,24 @@ from train.config import Config
 from train.data.plan import Plan
 
 _LEAST = 1e-9
-"""Steps between evaluations, at least: 0 means something else."""
+"""Minimum number of steps between evaluations, because 0 means something else."""
 
 
 @dataclass(frozen=True)
 class Intervals:
-    """What happens after which step. What a clock or a user decides, as `checkpoint.every_minutes`, is not here."""
+    """What happens after which step. What a clock or a user decides, such as `checkpoint.every_minutes`, is not
+    here."""
 
     total_steps: int
     evaluate_every: float
-    """Steps, fractions too; 0: at the end only; infinite: never."""
+    """Number of steps, may be a fraction; 0: only at the end; infinite: never."""
     save_every: int | None
     saves_evaluations: bool
     log_every: int = 1
 
     @classmethod
     def of(cls, config: Config, plan: Plan, total_steps: int, has_evaluation: bool) -> Intervals:
-        """What is due in a run, by its configuration."""
+        """Return the intervals that a configuration asks for."""
         every = config.eval.every_steps or (config.eval.every_epochs or 0) * plan.steps_per_epoch
         every = every if has_evaluation else math.inf
         every = max(every, _LEAST) if every else 0
@@ -52,7 +53,7 @@ class Intervals:
         return self.misses_save(step - 1, step)
 
     def misses_save(self, saved: int, step: int) -> bool:
-        """Whether a checkpoint belongs after this step or one before it, where the newest is of step `saved`."""
+        """Whether a checkpoint belongs after this step or an earlier one, if the newest is of step `saved`."""
         saved = max(saved, 0)
         if saved >= step:
             return False
@@ -67,12 +68,12 @@ class Intervals:
 
 
 class SaveClock:
-    """Says when so many minutes have passed since the last save. Rank 0's clock decides for all."""
+    """Tells when this many minutes have passed since the last save. Rank 0's clock decides for all."""
 
     def __init__(self, minutes: float, since: float = 0.0, now: Callable[[], float] = time.monotonic) -> None:
         """
         Args:
-            since: seconds that have passed since the last save already.
+            since: seconds that have already passed since the last save.
         """
         self._seconds, self._now = minutes * 60, now
         self._since = now() - since

@@ -31,7 +31,7 @@ from train.trainer.optimizer import has_modes, make_optimizer
 log = logging.getLogger("train")
 
 Newest = Callable[[], tuple[int, dict[str, Any]]]
-"""Gives the step of the newest checkpoint that is whole, and its manifest; 0 and {} without one."""
+"""Returns the step of the newest whole checkpoint and its manifest; 0 and {} without one."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,11 +39,11 @@ class ResumeState:
     """The state that an attempt continues from."""
 
     step: int = 0
-    """After this one; 0: from the beginning."""
+    """The attempt continues after this step; 0: from the beginning."""
     saved: int = 0
     """The step of the newest checkpoint on the disk."""
     manifest: dict[str, Any] = dataclasses.field(default_factory=dict)
-    """Of the checkpoint of `step`; {}: it is not from a checkpoint."""
+    """The manifest of the checkpoint of `step`; {}: the state is not from a checkpoint."""
     from_memory: bool = False
 
 
@@ -51,7 +51,7 @@ def load_newest(run: Run, home: Run, world: World, snapshots: Snapshots, state: 
     """Load the newest state that is whole, from memory or from the disk. A collective.
 
     Args:
-        run: whose lines are cut to that state, on each machine.
+        run: its lines are cut to that state, on each machine.
         home: where checkpoints lie.
     """
     fresh = [dict(group) for group in state.optimizer.param_groups]
@@ -74,12 +74,12 @@ def load_newest(run: Run, home: Run, world: World, snapshots: Snapshots, state: 
 
 
 def _began(run: Run) -> list[tuple[str, int]]:
-    """The attempts that came to training here: the mark of each, and the step that it began after."""
+    """Return the attempts that reached training on this machine: the mark of each, and the step it started after."""
     return [(one["mark"], one["from_step"] or 0) for one in run.read()["attempts"] if one.get("mark")]
 
 
 def _parted(mine: list[tuple[str, int]], theirs: list[tuple[str, int]]) -> float:
-    """The step after which rank 0's machine went on without this one; infinite where it did not."""
+    """Return the step after which rank 0's machine continued without this one; infinite if it did not."""
     known = {mark for mark, _ in mine}
     common = max((place for place, (mark, _) in enumerate(theirs) if mark in known), default=None)
     if common is None:
@@ -99,9 +99,7 @@ def _load(run: Run, world: World, snapshots: Snapshots, state: TrainState) -> Re
             serialize.apply(content, state)
             break
         if world.is_first:
-            log.warning(
-                "warning: the state after step %d in memory is damaged or of other ranks, and is not used", start.step
-            )
+            log.warning("warning: the snapshot of step %d is damaged or of other ranks, and is not used", start.step)
     if buffers is not None:
         buffers.wipe_from(start.step + start.from_memory)
     if start.manifest:
@@ -112,7 +110,7 @@ def _load(run: Run, world: World, snapshots: Snapshots, state: TrainState) -> Re
 
 
 def _choose(run: Run, world: World, snapshots: Snapshots, newest: Newest) -> ResumeState:
-    """The newest copy in memory that all ranks have, unless a checkpoint is newer; else that one. A collective."""
+    """Choose the newest snapshot that all ranks have, or a checkpoint if that is newer. A collective."""
     step = snapshot.newest_common(snapshots.buffers, world) if snapshots.buffers is not None else 0
 
     def choose() -> ResumeState:
@@ -128,7 +126,8 @@ def _choose(run: Run, world: World, snapshots: Snapshots, newest: Newest) -> Res
 
 
 def _newest_valid(run: Run, sets_aside: bool = False) -> tuple[int, dict[str, Any]]:
-    """The newest checkpoint that is whole, and its manifest; 0 and {} without one. Warns of newer ones."""
+    """Return the step and manifest of the newest whole checkpoint; 0 and {} without one. Warns of newer damaged
+    ones."""
     step, manifest, unused = manifests.newest_valid(run, sets_aside)
     for line in unused:
         log.warning("warning: %s", line)
@@ -136,12 +135,12 @@ def _newest_valid(run: Run, sets_aside: bool = False) -> tuple[int, dict[str, An
 
 
 Trained = tuple[Task, Config, nn.Module, int, dict[str, Tensor]]
-"""Of a run: task, configuration, trained model, step, and by the names of the model's state the average of the weights
-that `ema.decay` keeps; {}: none."""
+"""The task, configuration, trained model and step of a run, and the average of its weights by name (`ema.decay`); {}:
+no average."""
 
 
 def load_trained(run: Run, step: int | None = None) -> Trained:
-    """A trained model, from the newest whole checkpoint of a run or that of a step.
+    """Load a trained model from the newest whole checkpoint of a run, or from that of a step.
 
     Raises:
         Refused: there is no such checkpoint, or it is damaged.
@@ -174,11 +173,11 @@ def load_trained(run: Run, step: int | None = None) -> Trained:
 
 
 def precision_on(device: torch.device, config: Config) -> str:
-    """The precision to compute with on a device: fp32 on a CPU for those that only GPUs have."""
+    """Return the precision to compute with on a device: fp32 on a CPU for precisions that only GPUs have."""
     return "fp32" if device.type == "cpu" and config.precision in ON_GPU_ALONE else config.precision
 
 
 def cpu_precision(config: Config) -> Precision:
-    """The precision of a run as a CPU computes it."""
+    """Return the precision with which a CPU computes this run."""
     cpu = torch.device("cpu")
     return Precision(precision_on(cpu, config), cpu)

@@ -1,6 +1,6 @@
 """Validates what a task's `loss` and `metrics` return, for training and evaluation.
 
-Both return the mean over the batch, or a pair (total, count): a sum, and over how much it is (tokens, say).
+Both return the mean over the batch, or a pair (total, count): a sum and what it is divided by (tokens, say).
 """
 
 from __future__ import annotations
@@ -24,40 +24,40 @@ class Figure:
     """The loss or a metric of one batch."""
 
     value: Tensor
-    """The mean over the batch, or the total where it has a count: a scalar, in fp32 at least, with the graph."""
+    """The mean over the batch, or the total if there is a count: a scalar in at least fp32, with the graph."""
     samples: int
-    """Of the batch."""
+    """Number of samples in the batch."""
     count: Tensor | float | None
     """What the total is divided by; None: `value` is a mean over the samples."""
 
     @property
     def counts_itself(self) -> bool:
-        """Whether it came with a count of its own."""
+        """Whether the task returned a count."""
         return self.count is not None
 
     @property
     def weight(self) -> int:
-        """The factor between `value` and the sum over the batch."""
+        """Factor between `value` and the sum over the batch."""
         return 1 if self.counts_itself else self.samples
 
     def total(self, dtype: torch.dtype) -> Tensor:
-        """The sum over the batch, without the graph."""
+        """Return the sum over the batch, without the graph."""
         value = self.value.detach()
         return (value if value.dtype == dtype else value.to(dtype)) * self.weight
 
     def counted(self) -> Tensor | float:
-        """The count that belongs to the total."""
+        """Return the count that belongs to the total."""
         return self.samples if self.count is None else self.count
 
 
 def figure(value: Any, samples: int, what: str) -> Figure:
-    """Read what a task's function returned.
+    """Check what a task's function returned.
 
     Args:
-        what: which figure of which file, for messages.
+        what: the figure and its file, for messages.
 
     Raises:
-        TrainingFailed: it is neither a mean nor (total, count).
+        TrainingFailed: the value is neither a mean nor (total, count).
     """
     count = None
     if isinstance(value, tuple) and len(value) == 2:
@@ -69,8 +69,8 @@ def figure(value: Any, samples: int, what: str) -> Figure:
             )
         if isinstance(count, Tensor) and count.requires_grad:
             raise TrainingFailed(
-                f"{what} returns a pair, which is (total, count), and its count depends on the model's "
-                "parameters; of two losses return the sum; a count that is meant, detach()"
+                f"{what} returns (total, count), but the count depends on the model's parameters; return the sum "
+                "of two losses, or detach() the count"
             )
         count = count.detach().reshape(()) if isinstance(count, Tensor) else count
     if not _is_scalar(value):
@@ -87,15 +87,15 @@ def training_loss(
     function: Callable[[nn.Module, Any], Any], compute: Callable[[Callable[[nn.Module], Tensor]], Tensor], batch: Any,
     samples: int, what: str,
 ) -> Figure:  # fmt: skip
-    """The loss of a batch, to be differentiated.
+    """Compute the loss of a batch, to be differentiated.
 
     Args:
-        function: the task's.
+        function: the task's loss.
         what: its name and file, for messages.
-        compute: of a strategy: calls a function with the model to compute with.
+        compute: the strategy's; calls a function with the model to compute with.
 
     Raises:
-        TrainingFailed: it is none, or does not depend on the model.
+        TrainingFailed: the task returned no loss, or one that does not depend on the model.
     """
     found: list[Figure] = []
 
@@ -114,12 +114,12 @@ def training_loss(
 def evaluation_figures(
     task: Task, model: nn.Module, inference: nn.Module, batch: Any, samples: int
 ) -> dict[str, Figure]:
-    """The loss and the metrics of a batch, by name, the loss first.
+    """Compute the loss and the metrics of a batch, by name, the loss first.
 
     Where the metrics include `loss`, the task's loss is not called: one forward serves both.
 
     Args:
-        inference: what metrics get: the model, or what the task's inference_model() makes of it.
+        inference: the model that metrics get: the model, or what the task's inference_model() makes of it.
 
     Raises:
         TrainingFailed: the task returns something else.
@@ -144,7 +144,7 @@ def _is_scalar(value: Any) -> bool:
 
 
 def kind_of(value: Any) -> str:
-    """What a value is, for messages."""
+    """Describe a value, for messages."""
     if isinstance(value, Tensor):
         return f"a tensor of shape {tuple(value.shape)}"
     return f"a list of {len(value)}" if isinstance(value, list) else type(value).__name__

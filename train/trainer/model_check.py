@@ -1,7 +1,7 @@
 """Checks, in the first steps of an attempt, that forwards neither change parameters nor add to the model's state.
 
 Such changes would differ between ranks, and a resume would lose them. Also warns of a buffer in which each micro batch
-leaves another value, for after a step it has that of rank 0's last one.
+leaves another value, because after a step it has the value of rank 0's last one.
 """
 
 from __future__ import annotations
@@ -19,15 +19,16 @@ from train.parallel.torch_private import Norm, buffers_of
 from train.parallel.world import World
 
 STEPS = 2
-"""Steps of an attempt that are checked; one is too few: a teacher that begins as its student does not move in it."""
+"""Number of steps of an attempt that are checked. One is too few: a teacher that starts as its student does not move in
+it."""
 _LATE = (
-    "warning: the first step has made a random generator that the model or the loss keeps: nothing seeds it, and a "
-    "resume draws from its beginning; make it in model(), or at the top of the file"
+    "warning: the model or the loss has made a random generator in the first step, which nothing "
+    "seeds, so a resume repeats its numbers; make it in model(), or at the top of the file"
 )
 
 
 _Buffer = tuple[nn.Module, str, torch.Size]
-"""The module that has a buffer, the whole name of the buffer, and its shape."""
+"""A buffer: its module, its full name and its shape."""
 
 
 class ModelCheck:
@@ -42,8 +43,8 @@ class ModelCheck:
         """
         Args:
             known: the random generators in the model and the loss before the first step.
-            find: finds them again.
-            world: the ranks whose buffers are compared; None: they are not, for their sums are ordered.
+            find: finds the generators again.
+            world: the ranks whose buffers are compared; None: no comparison, because their sums are ordered.
         """
         self._model, self._find, self._generators = model, find, len(known)
         self._world, self._written = world, ""
@@ -54,17 +55,17 @@ class ModelCheck:
         self._has_warned = False
 
     def begin(self) -> None:
-        """Before the forwards of a step."""
+        """Call before the forwards of a step."""
         self._before = _fingerprints(self._parameters)
         self._values = [_values(self._buffers)] if self._buffers else []
 
     def after_first(self) -> None:
-        """After the first micro batch of a step on this rank."""
+        """Call after the first micro batch of a step on this rank."""
         if len(self._values) == 1:
             self._values.append(_values(self._buffers))
 
     def end(self) -> list[str]:
-        """After the forwards and backwards of a step, before its update. Returns warnings.
+        """Check the model after the forwards and backwards of a step, before its update. Returns warnings.
 
         Raises:
             TrainingFailed: a forward has changed a parameter, or added something to the state.
@@ -72,14 +73,14 @@ class ModelCheck:
         changed = (_fingerprints(self._parameters) != self._before).any(1).tolist()
         if any(changed):
             raise TrainingFailed(
-                f"the model updates its parameter {self._parameters[changed.index(True)][0]} in its forward, which "
-                "every rank and micro batch does anew; make it a buffer, or update it in after_step"
+                f"the model changes its parameter {self._parameters[changed.index(True)][0]} in its forward, so "
+                "every rank and micro batch changes it differently; make it a buffer, or change it in after_step"
             )
         new = sorted(self._model.state_dict(keep_vars=True).keys() - self._names)
         if new:
             raise TrainingFailed(
-                f"the model has got {new[0]} in its first steps, and a checkpoint could not be read back into a model "
-                "without it; make it in model(), of its final shape, or register it with persistent=False"
+                f"the model added {new[0]} to its state in its first steps, so no checkpoint could be loaded; "
+                "make it in model() with its final shape, or register it with persistent=False"
             )
         found = [] if self._has_warned else self._warnings()  # what after_step counts shows in the second step
         self._has_warned |= bool(found)
@@ -98,9 +99,9 @@ class ModelCheck:
         for (_, full_name, _), *values in zip(self._buffers, *self._world.gather(left), strict=True):
             if len(set().union(*values)) > 1:
                 self._written = (
-                    f"each micro batch leaves another value in the buffer {full_name}, and that of rank 0's last one "
-                    "stays, so other numbers of ranks give other results; write it in after_step, or begin a new run "
-                    "with --parallel.reduce ordered, which takes the mean"
+                    f"each micro batch leaves another value in the buffer {full_name}, so other numbers of ranks give "
+                    "other results; write it in after_step, or start a new run with --parallel.reduce ordered, which "
+                    "takes the mean"
                 )
                 break
         return self._written
@@ -110,14 +111,14 @@ class ModelCheck:
         counted = [name for name, value in _numbers(self._model).items() if self._numbers.get(name, value) != value]
         if counted:
             found.append(
-                f"warning: the model counts in {counted[0]}, a plain attribute, which no checkpoint holds: after a "
-                "resume or a death it begins anew; make it a buffer (register_buffer)"
+                f"warning: the model counts in {counted[0]}, a plain attribute that no checkpoint holds, so it "
+                "starts again after a resume or a death; make it a buffer (register_buffer)"
             )
         return found
 
 
 def _numbers(model: nn.Module) -> dict[str, int | float]:
-    """The numbers among the attributes of a model and its parts, where these do not save them as extra state."""
+    """Return the numbers among the attributes of a model and its modules, except those saved as extra state."""
     return {
         f"{prefix}.{name}" if prefix else name: value
         for prefix, part in model.named_modules()
@@ -128,7 +129,7 @@ def _numbers(model: nn.Module) -> dict[str, int | float]:
 
 
 def _own_buffers(model: nn.Module) -> list[_Buffer]:
-    """The buffers of a model, apart from BatchNorm's and from counts, which are meant to be rank 0's."""
+    """Return the buffers of a model, except BatchNorm's and counters, which are meant to be rank 0's."""
     return [
         (part, f"{prefix}.{name}" if prefix else name, buffer.shape)
         for prefix, part in model.named_modules()
@@ -139,7 +140,7 @@ def _own_buffers(model: nn.Module) -> list[_Buffer]:
 
 
 def _values(buffers: list[_Buffer]) -> list[tuple[int, ...]]:
-    """Two numbers a buffer that show whether it has changed; none for a cache that has grown."""
+    """Return two numbers per buffer that show whether it has changed; none for a cache that has grown."""
     values: list[tuple[int, ...]] = []
     for part, name, shape in buffers:
         now: Any = buffers_of(part).get(name.rpartition(".")[2])
@@ -149,7 +150,7 @@ def _values(buffers: list[_Buffer]) -> list[tuple[int, ...]]:
 
 
 def _fingerprints(parameters: list[tuple[str, nn.Parameter]]) -> Tensor:
-    """Two numbers a parameter that show whether it has changed; as bits, for NaN does not equal itself."""
+    """Return two numbers per parameter that show whether it has changed; as bits, because NaN does not equal itself."""
     return torch.stack([_fingerprint(local(parameter.detach())) for _, parameter in parameters]).view(torch.int64)
 
 

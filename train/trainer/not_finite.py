@@ -1,4 +1,4 @@
-"""A loss or gradients that are not finite: what a run says that ends there, and what `on_nan skip` leaves out."""
+"""A loss or gradients that are not finite: why a run ends, and what `on_nan skip` leaves out."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from train.parallel.world import World
 from train.trainer.setup import Job
 
 _MOST = 10
-"""Steps in a row that may be left out."""
+"""Maximum number of steps in a row that may be left out."""
 
 
 def why_it_ends(losses: dict[str, float], step: int) -> str:
-    """Why a run ends for one of the losses of a step, by name, and what to do."""
+    """Return why the losses of a step end the run, and what to do."""
     name, loss = next((pair for pair in losses.items() if not math.isfinite(pair[1])), ("sum of losses", math.inf))
     if step == 1:  # no update was made yet
         return (
@@ -39,10 +39,10 @@ def is_finite(sums: Tensor, parameters: list[torch.nn.Parameter], world: World) 
 
 
 def note_skipped(job: Job, steps: list[int], step: int) -> None:
-    """Add a step, counted from 1, to those whose updates were left out, and say so.
+    """Record that the update of a step (counted from 1) was left out, and say so.
 
     Raises:
-        TrainingFailed: these are too many in a row.
+        TrainingFailed: too many in a row were left out.
     """
     steps.append(step)
     if job.world.is_lead:

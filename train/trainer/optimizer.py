@@ -18,9 +18,9 @@ from train.trainer.build import call
 from train.trainer.param_groups import groups_of
 
 _FUSED = ("sgd", "adam", "adamw")
-"""Optimizers with one kernel for all parameters on a GPU."""
+"""Optimizers that have one kernel for all parameters on a GPU."""
 _NOT_TAKEN = {"params", "lr", "weight_decay", "differentiable"}
-"""What torch's optimizers take, and optim.args does not."""
+"""Arguments of torch's optimizers that optim.args does not take."""
 
 
 def make_optimizer(task: Task, model: nn.Module, config: Config) -> torch.optim.Optimizer:
@@ -29,8 +29,8 @@ def make_optimizer(task: Task, model: nn.Module, config: Config) -> torch.optim.
         optimizer = call(task, "optimizer()", task.optimizer, model, config)
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise Refused(
-                f"optimizer in {task.file} must return a torch.optim.Optimizer, got {type(optimizer).__name__}; for "
-                "parts of a model at rates of their own give one optimizer several groups of parameters"
+                f"optimizer in {task.file} must return a torch.optim.Optimizer, got {type(optimizer).__name__}; "
+                "for several learning rates, give one optimizer several groups of parameters"
             )
         check_optimizer(optimizer, model, task, config)
         return keep_dtypes(optimizer)
@@ -60,10 +60,10 @@ def _described(task: Task, model: nn.Module, config: Config) -> torch.optim.Opti
 
 
 def _arguments(optim: Optim, known: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of one of torch's optimizers, but for its parameters.
+    """Return the arguments of one of torch's optimizers, without its parameters.
 
     Args:
-        known: what it takes, with the defaults.
+        known: the arguments that it takes, with their defaults.
 
     Raises:
         Refused: it takes no such argument, or one of another kind.
@@ -71,14 +71,16 @@ def _arguments(optim: Optim, known: dict[str, Any]) -> dict[str, Any]:
     given = {name: value for name, value in optim.args.items() if value is not None}
     for name, value in given.items():
         if name in ("lr", "weight_decay"):
-            raise Refused(f"--optim.args.{name} is a field of its own: --optim.{name}")
+            raise Refused(f"--optim.args.{name} has its own field; use --optim.{name}")
         if name not in known or name in _NOT_TAKEN:
             there = nearest(name, known, f"; there are {', '.join(sorted(known.keys() - _NOT_TAKEN))}")
             raise Refused(f"--optim.args.{name}: {optim.name} takes no such argument{there}")
         given[name] = _like(value, known[name], name)
     momentum = "betas" if "betas" in known else "momentum" if optim.name == "sgd" else ""
     if (not momentum or momentum in given) and optim.momentum != configuration.fields()["optim.momentum"].default:
-        raise Refused(f"--optim.momentum {optim.momentum} is not what {optim.name} takes: leave it to --optim.args")
+        raise Refused(
+            f"--optim.momentum {optim.momentum} has no effect on {optim.name} here; leave it out, or use --optim.args"
+        )
     if optim.weight_decay and "weight_decay" not in known:
         raise Refused(f"{optim.name} has no weight decay; give --optim.weight_decay 0")
     common: dict[str, Any] = {"lr": optim.lr}
@@ -90,7 +92,7 @@ def _arguments(optim: Optim, known: dict[str, Any]) -> dict[str, Any]:
 
 
 def _like(value: Any, default: Any, name: str) -> Any:
-    """An argument as torch takes it, with numbers in tuples.
+    """Return an argument as torch takes it, with numbers in tuples.
 
     Raises:
         Refused: it is of another kind than the default.
@@ -107,7 +109,7 @@ def _like(value: Any, default: Any, name: str) -> Any:
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module, task: Task, config: Config) -> None:
-    """Whether an optimizer of the task's own can train the model.
+    """Check that the task's optimizer can train the model.
 
     Raises:
         Refused: it cannot.
@@ -115,8 +117,8 @@ def check_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module, task: Ta
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     if closure is not None and closure.default is closure.empty:
         raise Refused(
-            f"optimizer in {task.file} returns a {type(optimizer).__name__}, which computes the loss several times "
-            "in a step, and here a step computes it once; use another optimizer"
+            f"optimizer in {task.file} returns a {type(optimizer).__name__}, which needs the loss several "
+            "times in a step, but a step computes it once; use another optimizer"
         )
     _check_groups(optimizer, model, task)
     _check_sharded(optimizer, config)
@@ -133,9 +135,9 @@ def has_modes(optimizer: torch.optim.Optimizer) -> bool:
 
 @contextlib.contextmanager
 def evaluated_weights(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """While the model has the weights that an optimizer with train() and eval() evaluates.
-
-    Its own are copied: there and back is not the same to the last bit, and a resume does not repeat evaluations.
+    """Context manager in which the model has the weights that an optimizer with train() and eval() evaluates. The
+    training weights are copied and restored: switching back and forth changes bits, and a resume does not repeat
+    evaluations.
     """
     if not has_modes(optimizer):
         yield
@@ -153,7 +155,7 @@ def evaluated_weights(optimizer: torch.optim.Optimizer) -> Iterator[None]:
 
 
 def takes_fused(parameters: list[nn.Parameter], config: Config) -> bool:
-    """Whether one kernel can make the step of all parameters (torch 2.7): it knows no complex ones, and SGD's none
+    """Whether one kernel can update all parameters (torch 2.7). It takes no complex parameters, and SGD's takes none
     that are spread over ranks."""
     optim = config.optim
     if optim.name not in _FUSED or {"fused", "foreach"} & optim.args.keys():
@@ -163,7 +165,7 @@ def takes_fused(parameters: list[nn.Parameter], config: Config) -> bool:
 
 
 def _check_groups(optimizer: torch.optim.Optimizer, model: nn.Module, task: Task) -> None:
-    """Whether what an optimizer of the task's own updates belongs to the model, at rates that a schedule can follow.
+    """Check that the task's optimizer updates only the model's parameters, at rates that a schedule can change.
 
     Raises:
         Refused: it does not.
@@ -172,8 +174,8 @@ def _check_groups(optimizer: torch.optim.Optimizer, model: nn.Module, task: Task
     for group in optimizer.param_groups:
         if any(id(parameter) not in own for parameter in group["params"]):
             raise Refused(
-                f"optimizer in {task.file} updates parameters that are not the model's: no checkpoint would hold them, "
-                "and ranks would not agree on them; make them a part of what model() returns"
+                f"optimizer in {task.file} updates parameters that are not the model's, so no checkpoint would "
+                "hold them; make them part of what model() returns"
             )
         if not isinstance(group.get("lr"), (int, float, Tensor)):
             raise Refused(
@@ -183,21 +185,22 @@ def _check_groups(optimizer: torch.optim.Optimizer, model: nn.Module, task: Task
 
 
 def _check_sharded(optimizer: torch.optim.Optimizer, config: Config) -> None:
-    """An optimizer must see whole parameters if its step is not made element by element; with fsdp it sees parts.
+    """Check an optimizer for fsdp: if its step is not element by element, it must see whole parameters, but fsdp shows
+    it parts.
 
     Raises:
-        Refused: one of torch's that would make another step, or none.
+        Refused: one of torch's that would then make a wrong step or none.
     """
     name = config.parallel.strategy
     if name in SPREAD and type(optimizer).__name__ in ("Adafactor", "Rprop"):
         raise Refused(
-            f"torch.optim.{type(optimizer).__name__} needs whole parameters, and --parallel.strategy {name} spreads "
-            "them over ranks; use --parallel.strategy ddp, or another optimizer"
+            f"torch.optim.{type(optimizer).__name__} needs whole parameters, but --parallel.strategy {name} "
+            "spreads them over ranks; use --parallel.strategy ddp, or another optimizer"
         )
 
 
 def keep_dtypes(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """Let what this optimizer loads have the dtypes that it was saved with.
+    """Make this optimizer load its state with the dtypes that it was saved with.
 
     torch gives every tensor of a state the dtype of its parameter, so that NAdam's products, or moments of fp32 over
     weights of bf16, would continue with other bits.

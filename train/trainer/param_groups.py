@@ -15,15 +15,15 @@ from train.trainer.build import call
 
 Groups = list[dict[str, Any]]
 _NORMS = (nn.LayerNorm, nn.RMSNorm)
-"""Normalisation layers whose weights may have several dimensions; those of others are vectors."""
+"""Normalisation layers whose weights may have several dimensions; the weights of other ones are vectors."""
 _OF_GROUPS = ("params", "lr", "lr_scale", "weight_decay")
 
 
 def groups_of(task: Task, model: nn.Module, config: Config, options: Collection[str]) -> Groups:
-    """Groups of all parameters that are trained, each with its rate before the schedule.
+    """Return groups of all trained parameters, each with its rate before the schedule.
 
     Args:
-        options: what the optimizer takes for a group beside rate and weight decay.
+        options: the keys that the optimizer takes for a group beside rate and weight decay.
 
     Raises:
         Refused: those of the task's own param_groups() are no groups, hold a parameter twice or leave one out.
@@ -45,7 +45,7 @@ def groups_of(task: Task, model: nn.Module, config: Config, options: Collection[
 
 
 def layer_scales(model: nn.Module, decay: float) -> dict[int, float]:
-    """By the identity of a parameter, decay^(L - i) for layer i of L (Clark et al., "ELECTRA", 2020).
+    """Return a map from a parameter's identity to decay^(L - i) for layer i of L (Clark et al., "ELECTRA", 2020).
 
     Layers are the model's children with parameters, in order. In place of a Sequential or ModuleList stand its
     children, and so in place of a child that holds the longest of these; other lists inside a list are one layer. What

@@ -15,11 +15,11 @@ from train.errors import TrainingFailed
 from train.tasks import Task
 
 _SMALLEST = 64
-"""Pixels of a side; of smaller images each pixel is drawn larger."""
+"""Minimum number of pixels per side; the pixels of a smaller image are drawn larger."""
 
 
 def encoded(task: Task, made: Any) -> dict[str, bytes]:
-    """The pictures that `images` returned, as PNG files by name.
+    """Return the pictures that `images` returned, as PNG files by name.
 
     Raises:
         TrainingFailed: it returned something else.
@@ -29,7 +29,7 @@ def encoded(task: Task, made: Any) -> dict[str, bytes]:
     found = {}
     for name, value in made.items():
         if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}", str(name)):
-            raise TrainingFailed(f"images in {task.file} calls a picture {name!r}; use letters, digits, _, . and -")
+            raise TrainingFailed(f"images in {task.file} names a picture {name!r}; use letters, digits, _, . and -")
         file = io.BytesIO()
         if hasattr(value, "savefig"):
             value.savefig(file, format="png")
@@ -45,7 +45,7 @@ def encoded(task: Task, made: Any) -> dict[str, bytes]:
 
 
 def _grid(task: Task, name: str, value: Any) -> Tensor:
-    """An image, or several beside and below each other: bytes of shape (height, width, 3)."""
+    """Return one image, or several in a grid: bytes of shape (height, width, 3)."""
     images = value.detach().cpu() if isinstance(value, Tensor) else torch.empty(0)
     images = images[None] if images.dim() == 3 else images
     is_float = images.is_floating_point()

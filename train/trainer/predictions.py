@@ -20,7 +20,7 @@ from train.tasks import Task, where
 from train.trainer.loss import kind_of
 
 _ALONE = ""
-"""The name of predictions that are a list alone."""
+"""The name of predictions that are only a list."""
 
 
 class Predictions:
@@ -33,15 +33,15 @@ class Predictions:
     def __init__(self, task: Task, world: World) -> None:
         self._task, self._world = task, world
         self._new: list[tuple[int, dict[str, Any]]] = []
-        """By the number of the micro batch: what rank 0 does not have yet."""
+        """Maps the number of a micro batch to predictions that rank 0 does not have yet."""
         self._all: dict[int, dict[str, Any]] = {}
-        """On rank 0."""
+        """On rank 0: maps the number of a micro batch to its predictions."""
 
     def add(self, number: int, made: Any, samples: int) -> None:
-        """Take what `predict` returned for a micro batch.
+        """Add what `predict` returned for a micro batch.
 
         Raises:
-            TrainingFailed: it is not one prediction a sample.
+            TrainingFailed: this is not one prediction per sample.
         """
         what = f"predict in {self._task.file} must"
         made = {_ALONE: made} if isinstance(made, list) else made
@@ -57,14 +57,14 @@ class Predictions:
         self._new.append((number, mapped(made, _on_host)))
 
     def collect(self) -> None:
-        """Send to rank 0 what it does not have yet. A collective."""
+        """Send rank 0 the predictions that it does not have yet. A collective."""
         if self._task.predict is not None:
             for part in self._world.gather_on_first(self._new):
                 self._all.update(part)
             self._new = []
 
     def figures(self, seed: int, beat: Callable[[int], None]) -> dict[str, float]:
-        """What `compute_metrics` makes of the whole set; {} of a set without a sample. A collective.
+        """Return what `compute_metrics` computes for the whole set; {} for a set without samples. A collective.
 
         The other ranks wait for rank 0 as long as it takes.
 
@@ -104,7 +104,8 @@ class Predictions:
         return figures
 
     def _joined(self) -> dict[str, Any]:
-        """All predictions in the order of the data set. Name by name, so that memory is needed twice for one only."""
+        """Return all predictions in the order of the dataset. Works name by name, so that only one is in memory
+        twice."""
         parts = [self._all.pop(number) for number in sorted(self._all)]
         if any(part.keys() != parts[0].keys() for part in parts):
             raise TrainingFailed(f"predict in {self._task.file} must return the same names for every batch")
@@ -123,7 +124,7 @@ class Predictions:
 
 
 def _on_host(value: Any) -> Any:
-    """A copy of a tensor in memory of its own, for it may be a view of a larger one. NumPy has no bfloat16."""
+    """Return a copy of a tensor, because it may be a view of a larger one. NumPy has no bfloat16."""
     if not isinstance(value, Tensor):
         return value
     kind = torch.float32 if value.dtype == torch.bfloat16 else value.dtype

@@ -14,9 +14,9 @@ from train.parallel.overlap import DeviceTimer
 from train.trainer.intervals import Intervals
 
 _LOOK_AHEAD = 4096
-"""Steps among which the next evaluation is looked for at a time."""
+"""Number of steps in which the next evaluation is searched at a time."""
 _LEAST = 20e-6
-"""Seconds; a shorter wait of the host counts as nothing on a GPU, for an event costs as much."""
+"""Seconds below which a wait of the host does not count on a GPU, because an event costs as much."""
 
 
 class Prefetch:
@@ -25,10 +25,10 @@ class Prefetch:
     def __init__(self, loader: Loader, micros: Iterator[MicroBatch], wait: DataWait) -> None:
         self._wait = wait
         self.batches = loader.batches(micros, wait.arrived)
-        """All of them; what an evaluation takes from here does not count as waiting."""
+        """All batches. What an evaluation takes from here does not count as waiting."""
 
     def next(self) -> tuple[MicroBatch, Any]:
-        """The next one for training."""
+        """Return the next micro batch for training."""
         self._wait.begin()
         return next(self.batches)
 
@@ -36,7 +36,7 @@ class Prefetch:
 def micro_batches(
     intervals: Intervals, plan: Plan, evaluations: Mapping[str, Plan], sharing: Sharing, done: int, evaluated: int
 ) -> Iterator[MicroBatch]:
-    """All that a rank fetches after step `done`, evaluations included, in the order in which the loop takes it.
+    """Yield all micro batches that a rank fetches after step `done`, with evaluations, in the order of the loop.
 
     Args:
         evaluations: the plans of the evaluation sets by name.
@@ -67,7 +67,7 @@ class DataWait:
     def __init__(self, device: torch.device, now: Callable[[], float] = time.perf_counter) -> None:
         self._now, self._timer = now, DeviceTimer(device) if device.type == "cuda" else None
         self.host = 0.0
-        """Seconds in which the host waited. Without loader processes that is what fetching takes."""
+        """Seconds in which the host waited. Without data workers that is the time of fetching."""
         self._began: float | None = None
         """When the batch was requested; None once it has arrived."""
 
@@ -89,5 +89,6 @@ class DataWait:
             self._timer.add(self._idle, self._timer.mark())
 
     def seconds(self) -> float:
-        """Seconds in which nothing was computed for want of data; on a GPU up to the work that it has finished."""
+        """Return the seconds in which nothing was computed because data were missing; on a GPU up to its finished
+        work."""
         return self.host if self._timer is None else self._timer.seconds()

@@ -22,7 +22,7 @@ _ONE_CYCLE = (0.3, 1 / 25, 1e-4)
 
 
 def rate_scale(config: Config) -> float:
-    """The factor between optim.lr and the peak learning rate.
+    """Return the factor between optim.lr and the peak learning rate.
 
     linear: batch_size / base_batch_size (Goyal et al., "Accurate, Large Minibatch SGD", 2017, section 2.1);
     sqrt: its square root (Krizhevsky, "One weird trick", 2014, section 5).
@@ -32,7 +32,7 @@ def rate_scale(config: Config) -> float:
 
 
 def rate_factor(config: Config, step: int, steps_per_epoch: int, total_steps: int) -> float:
-    """What the peak learning rate is multiplied with in this step (counted from 0).
+    """Return the factor of the peak learning rate in this step (counted from 0).
 
     The warm-up rises linearly and reaches 1 with its last step. Linear and cosine decay (Loshchilov and Hutter, "SGDR",
     2017) and that of wsd (Hu et al., "MiniCPM", 2024) would reach min_factor at total_steps, so every step has a
@@ -70,7 +70,8 @@ def _one_cycle(step: int, total_steps: int) -> float:
 
 
 def factors(task: Task, config: Config, steps_per_epoch: int, total_steps: int) -> Callable[[int], float]:
-    """The factor of the peak rate by step: the task's own schedule(), or that of config.schedule."""
+    """Return the function from a step to the factor of the peak rate: the task's schedule(), or that of
+    config.schedule."""
     if task.schedule is None:
         return functools.partial(rate_factor, config, steps_per_epoch=steps_per_epoch, total_steps=total_steps)
     own = task.schedule
@@ -89,7 +90,7 @@ def factors(task: Task, config: Config, steps_per_epoch: int, total_steps: int) 
 
 
 def check(task: Task, config: Config, total_steps: int) -> None:
-    """Whether the learning rate can be computed.
+    """Check that the learning rate can be computed.
 
     Raises:
         Refused: fields exclude each other, or the task's own schedule() fails in the first step.
@@ -103,7 +104,7 @@ def check(task: Task, config: Config, total_steps: int) -> None:
 
 
 class Planned(NamedTuple):
-    """What the schedule of a run follows."""
+    """The values that the schedule of a run depends on."""
 
     config: Config
     steps_per_epoch: int
@@ -111,8 +112,8 @@ class Planned(NamedTuple):
 
 
 def moved(task: Task, before: Planned, after: Planned, step: int) -> tuple[float, float] | None:
-    """The factors of the peak rate in the last step that was made, counted from 1, and in the one after it, where a
-    change of the configuration moves the schedule there; None: it does not."""
+    """Return the factors of the peak rate in the last step made (counted from 1) and in the next one, if a change of
+    the configuration moves the schedule there; else None."""
     old, new = (factors(task, *planned) for planned in (before, after))
     alike = [step - 1, *([step] if step < before.total_steps else [])]
     if not step or all(math.isclose(old(at), new(at), rel_tol=1e-6) for at in alike):
@@ -134,7 +135,7 @@ class Rates:
         self._set: list[float | Tensor] = []
         """The rates of the step before."""
         self._versions: list[int] = []
-        """Of those that are tensors, which may be written to in place."""
+        """The versions of rates that are tensors, which may be written to in place."""
         self._has_tensors = any(type(rate) is not float for rate in self._peaks)
 
     def set_for(self, step: int) -> float:
@@ -148,9 +149,9 @@ class Rates:
         if self._set and (now != self._set or (self._has_tensors and _versions(now) != self._versions)):
             changed = next((float(one) for one, rate in zip(now, self._set, strict=True) if one is not rate), now[0])
             raise TrainingFailed(
-                f"the learning rate is {float(changed):g} after step {step} and is not what was set for it: a "
-                "scheduler or hook of the task has changed it, which the next step would undo and a resume begin "
-                "anew; give the task schedule(step, total_steps, config), a factor of the rate, in its place"
+                f"the learning rate is {float(changed):g} after step {step}, because a scheduler or hook of the "
+                "task has changed it; a resume could not restore that: define schedule(step, total_steps, "
+                "config) instead, which returns a factor of the rate"
             )
         factor = self._factor(step)
         self._set = [peak * factor for peak in self._peaks]

@@ -55,13 +55,13 @@ class Job:
     world: World
     precision: Precision
     updates: list[Update]
-    """Of a step, in their order; most tasks have one."""
+    """The updates of a step, in their order; most tasks have one."""
     state: TrainState
     hooks: Hooks
     loader: Loader
     plan: Plan
     evaluations: dict[str, Plan]
-    """The plans of the evaluation sets by name; of one that has no name by ''."""
+    """The plans of the evaluation sets by name; '' is the name of a set without one."""
     intervals: Intervals
     saver: Saver
     snapshots: Snapshots
@@ -79,7 +79,7 @@ class Job:
 
     @property
     def strategy(self) -> Strategy:
-        """How the model is spread; where there are several updates, that of the first one."""
+        """How the model is spread; with several updates, the strategy of the first one."""
         return self.updates[0].strategy
 
     @property
@@ -97,14 +97,15 @@ class Job:
         return self.find_generators()
 
     def find_generators(self) -> list[Seed]:
-        """The same, as they are found now."""
+        """Find these generators again."""
         # a loss may be a partial or a method, which does not say what file it is of
         losses = [update.loss for update in self.updates]
         return owned(self.strategy.module, *losses, self.task.updates or self.task.loss)
 
     @functools.cached_property
     def optimizer_generators(self) -> list[Seed] | None:
-        """Those that an optimizer of the task's own may draw from; None: it is one of torch's, which draw nothing."""
+        """Random generators that the task's optimizer may draw from; None: the optimizer is torch's, which draws
+        nothing."""
         is_torchs = type(self.optimizer).__module__.startswith("torch.")
         return None if is_torchs else owned(self.optimizer)
 
@@ -114,16 +115,17 @@ class Memory:
     """Memory outside the ranks that this one may copy its state to."""
 
     address: str
-    """Of the buffers: checkpoint/buffers.py."""
+    """The address of the buffers: see checkpoint/buffers.py."""
     left: Callable[[], int]
-    """Bytes that can still be had."""
+    """Returns the bytes of memory that are left."""
 
 
 def set_up(
     run: Run, rank_env: RankEnv, attempt: int, stop: StopRequest, bar: bool, heart: Heart, held: contextlib.ExitStack,
     memory: Memory | None = None,
 ) -> tuple[Job, int]:  # fmt: skip
-    """Everything to train with, and the step to continue after. What must be closed at the end goes to `held`."""
+    """Return everything to train with, and the step to continue after. What must be closed at the end is added to
+    `held`."""
     task = build.task_of(run)
     config = build.config_of(run, task)
     determinism.set_determinism(config)
@@ -174,28 +176,29 @@ def set_up(
 
 
 def _check_beginning(run: Run) -> None:
-    """Refuse to begin anew without the weights that a run began with. Raises TrainingFailed."""
+    """Refuse to start from step 0 without the weights that the run started with. Raises TrainingFailed."""
     record = run.read()
     if fork := record.get("forked_from"):
         raise TrainingFailed(
-            f"no checkpoint of {run.name} is whole, and it has none to begin with: train fork {fork['run']} "
-            f"--checkpoint {fork['step']}"
+            f"no checkpoint of {run.name} is whole, and a fork cannot start without one; fork again: train "
+            f"fork {fork['run']} --checkpoint {fork['step']}"
         )
     if (run.folder / initial_weights.FILE).exists():
         raise TrainingFailed(
-            f"no checkpoint of {run.name} is whole; to begin again with its first weights: train resume {run.name}"
+            f"no checkpoint of {run.name} is whole; to start again with its first weights: train resume {run.name}"
         )
 
 
 def home_of(run: Run, config: Config, world: World) -> Run:
-    """Where this rank finds the checkpoints: in node 0's run folder, which all machines see with fsdp and hsdp."""
+    """Return the run whose folder has the checkpoints: node 0's, which all machines see with fsdp and hsdp."""
     is_of_node_0 = world.rank == world.local_rank  # ranks are numbered node by node
     is_elsewhere = world.nodes > 1 and not is_of_node_0 and config.parallel.strategy in configuration.SPREAD
     return Run(folders.of_node_0(run.path)) if is_elsewhere else run
 
 
 def _data(run: Run, task: Task, config: Config, precision: Precision) -> tuple[Loader, Plan, dict[str, Plan]]:
-    """The loader and the plans of the data sets. Before ranks connect: that starts threads, and the loader forks."""
+    """Make the loader and the plans of the datasets. Call it before ranks connect: connecting starts threads, and the
+    loader forks."""
     train_set, eval_sets = build.make_datasets(task, config)
     plan = build.plan_of(config, len(train_set))
     evaluations = build.evaluation_plans(config, eval_sets)
@@ -209,7 +212,7 @@ def _data(run: Run, task: Task, config: Config, precision: Precision) -> tuple[L
 
 
 def _model(run: Run, task: Task, config: Config, precision: Precision, world: World, is_begun: bool) -> torch.nn.Module:
-    """The model on the CPU. It has the weights that the run begins with, unless a checkpoint is to replace them."""
+    """Make the model on the CPU, with the weights that the run starts with, unless a checkpoint will replace them."""
     model = build.make_model(task, config, precision.weights)
     if not is_begun and (run.read().get("init") or (run.folder / initial_weights.FILE).exists()):
         initial_weights.load(run.folder, model)
@@ -217,7 +220,7 @@ def _model(run: Run, task: Task, config: Config, precision: Precision, world: Wo
 
 
 def arrange(model: torch.nn.Module, config: Config, ranks: int) -> torch.nn.Module:
-    """The same model as it computes on so many ranks, before it is spread over them."""
+    """Return the model as this many ranks compute with it, before it is spread over them."""
     if config.sync_batchnorm and ranks > 1:
         model = torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)
     if not choose.shards(config, ranks):  # fsdp takes no other layout of weights; inputs have it all the same
@@ -227,7 +230,7 @@ def arrange(model: torch.nn.Module, config: Config, ranks: int) -> torch.nn.Modu
 
 
 def _snapshots(task: Task, config: Config, world: World, memory: Memory | None, mark: str) -> Snapshots:
-    """Copies of the state in memory. A collective: a rank without memory for them has all do without."""
+    """Make the snapshots. A collective: if one rank has no memory for them, no rank has snapshots."""
     is_sharded = config.parallel.strategy in configuration.SPREAD
     needs_them = is_sharded or world.nodes == 1 or world.is_first  # to other machines rank 0 sends its state
     buffers = None
@@ -247,7 +250,7 @@ def _snapshots(task: Task, config: Config, world: World, memory: Memory | None, 
 
 
 def _announce(job: Job, attempt: int, start: ResumeState, mark: str) -> None:
-    """What run.json and the log say at the start of an attempt. On the first rank of a machine."""
+    """Write what run.json and the log say at the start of an attempt. For the first rank of a machine."""
     step = start.step
     run, plan, config, world = job.run, job.plan, job.config, job.world
     assert config.cpu_threads is not None
@@ -274,6 +277,6 @@ def _announce(job: Job, attempt: int, start: ResumeState, mark: str) -> None:
     for text in record.get("init") or ():
         job.loggers.say(text)
     if reason := record.get("cpu_threads_reason"):
-        job.loggers.say(f"{threads} CPU thread{'s' if threads > 1 else ''} a rank ({reason})")
+        job.loggers.say(f"{threads} CPU thread{'s' if threads > 1 else ''} per rank ({reason})")
     if reason := record.get("micro_batch_size_reason"):
         job.loggers.say(f"micro batches of {config.micro_batch_size} samples ({reason})")

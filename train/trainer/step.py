@@ -29,20 +29,20 @@ Fetched = tuple[MicroBatch, Any, bool]
 
 
 def due(job: Job, number: int) -> list[Update]:
-    """The updates of a step, counted from 0."""
+    """Return the updates of a step (counted from 0)."""
     return [one for one in job.updates if (number + 1) % one.every == 0]
 
 
 def step(
     job: Job, stats: dict[str, StepStats], number: int, prefetch: Prefetch, wants_save: bool, check: ModelCheck | None
 ) -> tuple[Tensor, list[bool]]:
-    """Make the updates of a step, counted from 0, all micro batches of one before the next one.
+    """Make the updates of a step (counted from 0): all micro batches of one update, then those of the next.
 
-    Returns the stats, a row for each update that is `due` where there are several, summed over the ranks, still on the
-    device; behind them the norm of its gradients, where that is logged. And which updates were left out (on_nan).
+    Returns the stats, summed over the ranks and still on the device: one row per `due` update if there are several;
+    then the norm of the gradients, if that is logged. Also returns which updates were left out (on_nan).
 
     Args:
-        stats: this rank's of each update, of any step before.
+        stats: this rank's stats of each update, with the values of an earlier step.
         wants_save: whether the clock asks for a checkpoint; rank 0's counts.
         check: in the first steps of an attempt.
     """
@@ -57,7 +57,7 @@ def step(
 
 
 def _fetched(job: Job, number: int, prefetch: Prefetch) -> Iterator[Fetched]:
-    """This rank's micro batches of a step."""
+    """Yield this rank's micro batches of a step."""
     slots = len(job.sharing.computed(job.plan.micro_batches(number)))
     consumed: list[npt.NDArray[np.int64]] = []
     for slot in range(1, slots + 1):
@@ -115,7 +115,7 @@ def _update(
 
 
 def _warn_not_exact(job: Job, reason: str) -> None:
-    """Say in the log, and keep for `train show`, why the run would end with other bits elsewhere."""
+    """Write into the log and into run.json why another number of ranks would end with other bits."""
 
     def add(record: Record) -> None:
         known = record.get("not_exact") or []
@@ -128,9 +128,10 @@ def _warn_not_exact(job: Job, reason: str) -> None:
 def _micro_batch(
     job: Job, update: Update, micro: MicroBatch, batch: Any, stats: StepStats, samples: int, is_last: bool
 ) -> None:
-    """Forward and backward of one micro batch: of nothing where none of its samples could be read.
+    """Compute forward and backward of one micro batch; without samples if none could be read.
 
-    Its weight is 0 where another rank counts it. Rank 0 never repeats one, and all ranks take over its buffers.
+    The weight is 0 if another rank counts the micro batch. Rank 0 never repeats one, and all ranks take over its
+    buffers.
     """
     value, weight, strategy = None, 0.0, update.strategy
     with strategy.micro_batch(micro.number, is_last):

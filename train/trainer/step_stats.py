@@ -1,7 +1,7 @@
 """What all ranks sum up in every step: the loss, how much it counts, and whether to stop, save or copy the state.
 
-The stats travel in one tensor on the device that is made once for the whole run. Nothing is copied to the device in a
-step, for that would wait for it: what the host knows is filled in by a kernel, and only when it changes.
+The stats are one tensor on the device, which is made once for the whole run. A step copies nothing to the device,
+because a copy would wait for it: a kernel fills in what the host knows, and only when it changes.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from train.trainer.loss import Figure
 LOSS, COUNT, STOP, SAVE, COUNTED, COPY = range(len(STATS))
 _READ = (*STATS, "grad_norm")
 T = TypeVar("T")
-"""What the sums belong to."""
+"""Type of what the sums belong to."""
 
 
 class StepStats:
-    """One rank's stats of the step that it computes; with ordered sums, those of each micro batch come before them."""
+    """One rank's stats of the step that it computes. With ordered sums, the stats of each micro batch precede them."""
 
     def __init__(
         self, dtype: torch.dtype, device: torch.device, is_ordered: bool, stop: StopRequest,
@@ -40,20 +40,20 @@ class StepStats:
         self._tensor = torch.zeros(len(STATS), dtype=dtype, device=device)
         self._cells = self._tensor.unbind()
         self._filled: list[float | None] = [0.0] * len(STATS)
-        """What the host has filled each cell with; None where the device has computed something else into it."""
+        """The value that the host has filled into each cell; None if the device has written the cell."""
         self.begin(0, save=False)
 
     def begin(self, micros: int, save: bool) -> None:
-        """Forget the step before.
+        """Reset the stats for the next step.
 
         Args:
-            micros: micro batches of this one, over all ranks.
-            save: whether this rank wants a checkpoint after it.
+            micros: number of micro batches of the step, over all ranks.
+            save: whether this rank wants a checkpoint after the step.
         """
         self._save = save
         self._result: Tensor | None = None
         self.counts_itself = False
-        """Whether a loss of this step came with a count of its own."""
+        """Whether a loss of this step came with a count."""
         self._has_loss = False
         self._count: Tensor | float = 0.0
         self._parts: Tensor | None = None
@@ -85,7 +85,8 @@ class StepStats:
         return math.copysign(math.inf, total) if abs(total) > self._largest else total  # torch refuses to fill it in
 
     def tensor(self) -> Tensor:
-        """The stats on the device, to be summed over the ranks. Once the last loss of the step is added."""
+        """Return the stats on the device, to be summed over the ranks. Call it after the last loss of the step is
+        added."""
         if self._result is not None:
             return self._result
         if not self._has_loss or self._parts is not None:
@@ -108,7 +109,7 @@ class StepStats:
         _put(self._cells[place], value)
 
     def summed(self, reduced: Tensor) -> Tensor:
-        """The sums of STATS, from what the strategy has reduced over the ranks."""
+        """Return the sums of STATS, from what the strategy has reduced over the ranks."""
         if self._parts is None:
             return reduced
         # each part is one rank's, and zeros of the others round nothing
@@ -139,10 +140,11 @@ class Readback(Generic[T]):
         self._pending.append((step, sums, event))
 
     def take(self, everything: bool) -> Iterator[tuple[T, list[dict[str, float]]]]:
-        """The sums that can be read by now, of each update of a step by the names of STATS; grad_norm, if measured.
+        """Yield the sums that can be read by now: for each update of a step, by the names of STATS, with grad_norm if
+        measured.
 
         Args:
-            everything: wait for those of the last step too.
+            everything: also wait for the sums of the last step.
         """
         while len(self._pending) > (0 if everything else self._lag):
             step, sums, event = self._pending.popleft()

@@ -1,4 +1,4 @@
-"""Where the time of an attempt goes, by the clock of one rank, the speed of steps, and advice where data are late."""
+"""Where the time of an attempt goes by one rank's clock, the speed of steps, and advice if data are late."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from train.trainer import cores
 from train.trainer.prefetch import DataWait
 
 _WAITING = 0.3
-"""Of the time: waiting for data above this is reported."""
+"""Share of the time above which waiting for data is reported."""
 _LONG, _SHORT = 5.0, 1.0
 """Seconds to observe before advice is given, during training and at its end."""
 _MOST_ADVISED = 32
-"""Loader processes a rank that are ever advised: each holds batches in memory."""
+"""Maximum number of data workers per rank that is advised: each holds batches in memory."""
 
 
 class Timing:
     """Seconds of each part of training, each counted once, and the speed since the last line of metrics.
 
-    What is in no part is computing.
+    The rest of the time is computing.
     """
 
     def __init__(self, wait: DataWait, advice: WaitAdvice, device: torch.device) -> None:
@@ -37,7 +37,7 @@ class Timing:
 
     @contextlib.contextmanager
     def spent(self, part: str) -> Iterator[None]:
-        """Around what belongs to a part: start, checkpoints or evaluation; never one inside another."""
+        """Context manager that counts time for a part: start, checkpoints or evaluation. Parts are never nested."""
         began = time.perf_counter()
         try:
             yield
@@ -45,11 +45,11 @@ class Timing:
             self._parts[part] += time.perf_counter() - began
 
     def times(self, step: int, communication: float | None) -> Times:
-        """All parts up to now.
+        """Return the seconds of all parts up to now.
 
         Args:
             step: the last one that was made.
-            communication: seconds of it; None where it cannot be separated from computing.
+            communication: its seconds; None if it cannot be separated from computing.
         """
         return {
             "step": step, "seconds": time.perf_counter() - self._began, "start": self._parts["start"],
@@ -63,7 +63,7 @@ class Timing:
         self._steps += 1
 
     def count(self, amount: float) -> None:
-        """Add what the loss of a step has counted by itself."""
+        """Add the count that the loss of a step returned."""
         self._counted += amount
 
     def restart(self) -> None:
@@ -74,7 +74,7 @@ class Timing:
         self._counted = 0.0
 
     def speed(self) -> Speed:
-        """The speed of the steps since the last call, and the memory."""
+        """Return the speed of the steps since the last call, and the memory."""
         elapsed, steps = max(time.perf_counter() - self._since, 1e-9), max(self._steps, 1)
         waited = self.wait.seconds() - self._waited
         self.advice.add(waited, elapsed, self.wait.host - self._fetched)
@@ -95,13 +95,13 @@ class Timing:
 
 
 def loaders_needed(workers: int, waited: float, elapsed: float, host: float) -> int:
-    """Loader processes a rank with which fetching would take no longer than computing.
+    """Return the data workers per rank with which fetching takes no longer than computing.
 
-    Without any, the host fetches while it waits; with some, all of them were fetching all the time, else training would
-    not have waited.
+    Without workers, the host fetches while it waits. With workers, all of them fetched all the time, else training
+    would not have waited.
 
     Args:
-        workers: that it has.
+        workers: of a rank now.
         waited, elapsed, host: seconds in which training waited for data, in all, and in which the host did (on a GPU
             maybe longer than training), over the same steps.
     """
@@ -110,13 +110,13 @@ def loaders_needed(workers: int, waited: float, elapsed: float, host: float) -> 
 
 
 class WaitAdvice:
-    """Observes on rank 0 how much training waits for data, and says once what helps."""
+    """Observes on rank 0 how much training waits for data, and says what helps, once."""
 
     def __init__(self, name: str, workers: int, ranks: int) -> None:
         """
         Args:
             name: of the run.
-            workers: loader processes of a rank.
+            workers: data workers of a rank.
             ranks: on this machine.
         """
         self._name, self._workers, self._ranks = name, workers, ranks
@@ -125,8 +125,8 @@ class WaitAdvice:
         self._is_given = False
 
     def add(self, waited: float, elapsed: float, host: float) -> None:
-        """Add a stretch of training, in seconds, as in `loaders_needed`. The first counts only without others: it
-        includes starting."""
+        """Add a stretch of training, in seconds, as in `loaders_needed`. The first stretch counts only if there is no
+        other one, because it includes starting."""
         if self._first is None:
             self._first = waited, elapsed, host
             return
@@ -135,7 +135,7 @@ class WaitAdvice:
         self._host += host
 
     def text(self, is_last: bool) -> str:
-        """The advice, once, if there is reason for it; '' otherwise."""
+        """Return the advice, once, if there is a reason for it; else ''."""
         waited, elapsed, host = self._waited, self._elapsed, self._host
         if is_last and not elapsed:
             waited, elapsed, host = self._first or (0.0, 0.0, 0.0)
@@ -149,7 +149,7 @@ class WaitAdvice:
         text, wish = f"training waits {waited / elapsed:.0%} for data", loaders_needed(workers, waited, elapsed, host)
         better = min(wish, max(usable // self._ranks, 1), _MOST_ADVISED)
         if better <= workers:
-            has = f"{workers} loader process{'' if workers == 1 else 'es'}"
+            has = f"{workers} data worker{'' if workers == 1 else 's'}"
             return (
                 f"{text}: each rank has {has} on its share of {usable} cores; make samples cheaper to read "
                 "(smaller files, decoded and resized beforehand, a faster disk)"

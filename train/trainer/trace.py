@@ -10,18 +10,18 @@ from train.errors import Refused, one_line, whole
 from train.run.run_folder import Run
 
 _MOST = 100
-"""Steps of a trace: events are held in memory until its end, thousands of them a step."""
+"""Maximum number of steps of a trace: its events stay in memory until its end, thousands per step."""
 
 
 def steps_of(text: str, done: int = 0, total: int | None = None) -> range:
-    """The steps that log.trace names, counted from 1.
+    """Return the steps that log.trace names, counted from 1.
 
     Args:
-        done: a resume goes on after this step.
-        total: the last step of the run, where it is known.
+        done: a resume continues after this step.
+        total: the last step of the run, if it is known.
 
     Raises:
-        Refused: it is no range of steps, has too many, or they are not among those to be made.
+        Refused: this is not a range of steps, has too many steps, or steps that will not be made.
     """
     if not text:
         return range(0)
@@ -37,14 +37,14 @@ def steps_of(text: str, done: int = 0, total: int | None = None) -> range:
 
 
 class Trace:
-    """Traces those steps of an attempt that are in a range, which may be empty."""
+    """Traces the steps of an attempt that are in a range, which may be empty."""
 
     def __init__(self, run: Run, steps: range, has_gpu: bool, say: Callable[[str], None]) -> None:
         self._run, self._steps, self._has_gpu, self._say = run, steps, has_gpu, say
         self._profile: Any = None
 
     def before(self, step: int) -> None:
-        """Before a step, counted from 1."""
+        """Call before a step, counted from 1."""
         if self._profile is not None or step not in self._steps:
             return
         from torch.profiler import ProfilerActivity, profile
@@ -54,7 +54,7 @@ class Trace:
         self._profile.start()
 
     def after(self, step: int, is_last: bool = False) -> None:
-        """After a step; `is_last`: no step of this attempt follows."""
+        """Call after a step; `is_last`: no step of this attempt follows."""
         if self._profile is None or not (is_last or step >= self._steps[-1]):
             return
         profile, self._profile = self._profile, None

@@ -41,19 +41,19 @@ from train.trainer.trace import Trace, steps_of
 
 _NOTHING = contextlib.nullcontext()
 _EMPTY_STEPS = 10
-"""Steps in a row without a sample that can be read after which a run has failed."""
+"""Number of steps in a row without a readable sample after which a run fails."""
 
 
 @dataclass
 class Done:
-    """How the loop ended: at which step, and whether because of a stop request."""
+    """How the loop ended: after which step, and whether because of a stop request."""
 
     step: int
     stopped: bool
     reason: str
-    """Why before its last step without a stop request; '' where it was not so."""
+    """Why the loop ended before its last step without a stop request; '' if it did not."""
     times: Times
-    """Where the time of the attempt went on this rank."""
+    """Where the time of the attempt went, on this rank."""
 
 
 def train(job: Job, done: int) -> Done:
@@ -129,13 +129,14 @@ class Loop:
         self.readback = Readback[_Step](device)
         self._begun, self._saved = done, job.saved
         self._last = self._kept_losses(done)
-        """Where updates leave out steps, the last loss of each, by its name in metrics.jsonl: each line has all."""
+        """If updates leave out steps: the last loss of each by its name in metrics.jsonl, because each line has all
+        losses."""
         self._rates = Rates(job.task, job.config, job.optimizer, job.plan.steps_per_epoch, job.total_steps)
         from_memory = job.saved < done  # deaths must not put off what the disk is to have
         since = job.run.since_saved(job.saved) if from_memory else 0.0
         self._save_clock = SaveClock(job.config.checkpoint.every_minutes, since)
         self._empty = 0
-        """Steps in a row of which no sample could be read."""
+        """Number of steps in a row without a readable sample."""
         skips = job.config.on_nan == "skip"
         self._skipped = job.world.on_first(lambda: skipped_steps(job.run)) if skips else []
         self._flops = flops_of(job.config, job.world)
@@ -144,7 +145,7 @@ class Loop:
         early = job.config.early_stopping
         self._early = StoppingRule(early, job.run, job.world) if early.metric else None
         self.early_reason = self._ends_early()
-        """Why the evaluations up to now end the run before its last step; '' where they do not."""
+        """Why the evaluations so far end the run before its last step; '' if they do not."""
 
     @property
     def is_complete(self) -> bool:
@@ -154,7 +155,7 @@ class Loop:
 
     @property
     def is_last(self) -> bool:
-        """Whether no step of this attempt comes after the present one."""
+        """Whether no step of this attempt follows the present one."""
         return self.is_stopping or self.done == self.job.total_steps or bool(self.early_reason)
 
     def _ends_early(self) -> str:
@@ -180,10 +181,10 @@ class Loop:
         self.readback.put(_Step(self.done, rate, samples, any(left_out)), sums)
 
     def read_stats(self, everything: bool) -> bool:
-        """Read the stats of the steps that can be read by now. Whether a rank asks for a checkpoint in them.
+        """Read the stats of the steps that can be read by now. Returns whether a rank asks for a checkpoint in them.
 
         Args:
-            everything: wait for the last step's too.
+            everything: also wait for the stats of the last step.
         """
         save = False
         for made, updates in self.readback.take(everything):
@@ -197,7 +198,7 @@ class Loop:
         return save
 
     def _log(self, made: _Step, updates: list[dict[str, float]]) -> None:
-        """Check the losses of a step; write its line."""
+        """Check the losses of a step and write its line."""
         job, leaves_out = self.job, self.job.config.data.leaves_out
         losses, sums = [self._mean(one, made.samples) for one in updates], updates[-1]
         if self._last is not None:
@@ -211,19 +212,19 @@ class Loop:
         self._empty = 0 if sums["count"] or not leaves_out else self._empty + 1
         if self._empty == _EMPTY_STEPS or (self._empty and made.number == self._empty == job.total_steps):
             raise TrainingFailed(
-                f"not one sample could be read in {self._empty} steps in a row, up to step {made.number}; "
-                f"why, says {SKIPPED} in the run folder"
+                f"no sample could be read in {self._empty} steps in a row, up to step {made.number}; see "
+                f"{SKIPPED} in the run folder"
             )
         if job.world.is_lead and (job.intervals.logs(made.number) or made.is_skipped):
             self._write_line(made, losses, [sums["grad_norm"] for sums in updates if "grad_norm" in sums])
 
     def _mean(self, sums: dict[str, float], samples: int) -> float:
-        """The loss of an update in a step of so many samples."""
+        """Return the loss of an update in a step of this many samples."""
         count = sums["count"] if sums["counted"] or self.job.config.data.leaves_out else samples
         return sums["loss"] / count if sums["count"] else 0.0
 
     def _kept_losses(self, done: int) -> dict[str, float] | None:
-        """The last losses of updates that leave out steps, as the state has them that the attempt continues from."""
+        """Return the last losses of updates that leave out steps, from the state that the attempt continues from."""
         job, found = self.job, {}
         for update in job.updates:
             if (kept := job.state.extra.losses.get(update.name)) is not None:
@@ -233,7 +234,7 @@ class Loop:
         return found if job.state.extra.losses else None
 
     def _named(self, made: _Step, losses: list[float]) -> dict[str, float]:
-        """The losses of a step by their updates, in the names of metrics.jsonl."""
+        """Return the losses of a step by their names in metrics.jsonl."""
         names = (f"loss.{update.name}" if update.name else "loss" for update in due(self.job, made.number - 1))
         return dict(zip(names, losses, strict=True))
 
@@ -259,7 +260,7 @@ class Loop:
             job.run.note(data_wait=advice)
 
     def times(self) -> Times:
-        """Where the time of this attempt has gone so far, on this rank."""
+        """Return where the time of this attempt has gone so far, on this rank."""
         strategies = [update.strategy for update in self.job.updates]
         measures = all(strategy.measures_communication for strategy in strategies)
         return self.timing.times(
@@ -267,7 +268,7 @@ class Loop:
         )
 
     def evaluate(self) -> None:
-        """Evaluate. A stop request ends it; a resume then makes up for it."""
+        """Evaluate. A stop request ends the evaluation; a resume then repeats it."""
         job = self.job
         faults.here("evaluate")
         beat = functools.partial(job.heart.beat, step=self.done)
@@ -297,7 +298,7 @@ class Loop:
         self.timing.restart()
 
     def save(self) -> None:
-        """Commit a checkpoint of this step, or begin to, unless there is one.
+        """Save a checkpoint of this step, in the background if asked for, unless there is one.
 
         Raises:
             TrainingFailed: the weights are not finite, or this was the last chance to save.
@@ -311,13 +312,13 @@ class Loop:
         self._save_clock.restart()
 
     def finish_saving(self) -> None:
-        """Wait for what is being written; where it failed and nothing comes after it, write it again."""
+        """Wait for the checkpoint that is being written. If it failed and none follows, write it again."""
         with self.timing.spent("checkpoints"):
             if not self._wait_for_save() and self.is_last:  # it was under way when the end came
                 self._commit(is_last=True)
 
     def _commit(self, is_last: bool) -> bool:
-        """Whether the checkpoint is there now, or on its way."""
+        """Write the checkpoint, or start to. Returns whether it is written or being written."""
         job, done = self.job, self.done
         for update in job.updates:
             update.activate()
@@ -356,7 +357,7 @@ class Loop:
         return True
 
     def _wait_for_save(self) -> bool:
-        """Wait for the checkpoint that is being written in the background. Whether it could be written."""
+        """Wait for the checkpoint that is being written in the background. Returns whether it could be written."""
         try:
             self.job.saver.wait()
         except CannotSave as error:
@@ -365,14 +366,14 @@ class Loop:
         return True
 
     def _warn_unsaved(self, error: CannotSave) -> None:
-        self.job.loggers.say(f"warning: a checkpoint could not be saved ({error}); training goes on and tries again")
+        self.job.loggers.say(f"warning: a checkpoint could not be saved ({error}); training continues and tries again")
 
 
 def conclude(job: Job, done: Done, attempt: int) -> Outcome:
     """Record how training ended; rank 0 also logs it.
 
     Raises:
-        TrainingFailed: it cannot be recorded; a resume will find the last checkpoint and do so.
+        TrainingFailed: the end cannot be recorded. A resume finds the last checkpoint and records it.
     """
     job.loggers.sync()
     job.loggers.times(done.times)
@@ -398,8 +399,8 @@ def conclude(job: Job, done: Done, attempt: int) -> Outcome:
         outcome.write(job.run.logs(attempt), end)
     except OSError as error:
         raise TrainingFailed(
-            f"the last checkpoint is saved, but that the run is {end.kind} cannot be recorded ({error.strerror}); "
-            f"continue with: train resume {job.run.name}"
+            f"the last checkpoint is saved, but the end of the run ({end.kind}) cannot be recorded "
+            f"({error.strerror}); continue with: train resume {job.run.name}"
         ) from error
     if not done.stopped:
         faults.here("finished")
@@ -408,7 +409,8 @@ def conclude(job: Job, done: Done, attempt: int) -> Outcome:
 
 
 def digest(job: Job) -> str:
-    """The digest of the weights as they are evaluated, on rank 0; '' on others. A collective where they are sharded."""
+    """Return the digest of the weights as they are evaluated, on rank 0; '' on other ranks. A collective if they are
+    sharded."""
     with evaluated_weights(job.optimizer):
         found = weights_sha256(weights_of(job.strategy.module), job.world.is_first)
     if job.config.parallel.strategy in configuration.SPREAD:

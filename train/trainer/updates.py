@@ -1,7 +1,7 @@
-"""The updates of a step: one loss and one optimizer, or several of the task's, in turn on the same batch (a GAN).
+"""The updates of a step: one loss with one optimizer, or several that take turns on the same batch (a GAN).
 
-Each of several has a strategy of its own, which knows the parameters of its optimizer alone: while its loss is computed
-no others require gradients. For checkpoints and the schedule their optimizers are one.
+Each of several updates has its own strategy, which knows only the parameters of its optimizer. While its loss is
+computed, no other parameters require gradients. For checkpoints and the schedule, the optimizers are one.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ _KEYS = ("loss", "optimizer", "every")
 
 @dataclasses.dataclass
 class Update:
-    """One update of a step, with the strategy that spreads it over ranks once `spread_updates` has made that."""
+    """One update of a step. `spread_updates` adds the strategy that spreads it over ranks."""
 
     name: str
-    """The task's; '' where there is one alone."""
+    """The task's name for it; '' if there is only one update."""
     loss: Callable[[nn.Module, Any], Any]
     optimizer: torch.optim.Optimizer
     every: int
-    """It is made in each step whose number, counted from 1, this divides."""
+    """The update runs in each step whose number (counted from 1) is a multiple of this."""
 
     what: str
     """The loss and its file, for messages."""
@@ -51,7 +51,7 @@ class Update:
         return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
 
     def activate(self) -> None:
-        """Let the parameters of this update alone require gradients."""
+        """Make only the parameters of this update require gradients."""
         if self.others:
             for parameter in self.others:
                 parameter.requires_grad_(False)
@@ -59,7 +59,7 @@ class Update:
                 parameter.requires_grad_(True)
 
     def make_alone(self, batch: Any, samples: int, slots: int) -> None:
-        """Make it outside of a run: with the same batch in so many micro batches of every rank."""
+        """Run the update outside of a run: with the same batch in this many micro batches of every rank."""
         strategy, world = self.strategy, self.strategy.world
         self.activate()
         stats = torch.zeros(len(STEP_STATS), dtype=strategy.stats_dtype, device=world.device)
@@ -88,7 +88,7 @@ class JoinedOptimizers(torch.optim.Optimizer):
         self.__setstate__({"param_groups": groups, "state": collections.defaultdict(dict, state)})
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Also what loading a state does: the parts get theirs."""
+        """Called when a state is loaded: the parts get their groups and state."""
         super().__setstate__(state)
         groups = iter(self.param_groups)
         for part in self.parts:
@@ -96,13 +96,13 @@ class JoinedOptimizers(torch.optim.Optimizer):
             part.param_groups = [next(groups) for _ in part.param_groups]
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """A step of all, as torch makes it for a fresh state."""
+        """Make a step of all parts. torch does this for a fresh state."""
         for part in self.parts:
             part.step()
 
 
 def read_updates(task: Task, model: nn.Module, config: Config) -> list[Update]:
-    """What the task's updates() returns, checked; or its loss with its optimizer.
+    """Return what the task's updates() returns, checked; or its loss with its optimizer.
 
     Raises:
         Refused: something in it is missing, unknown or wrong.
@@ -112,8 +112,8 @@ def read_updates(task: Task, model: nn.Module, config: Config) -> list[Update]:
         return [Update("", task.loss, make_optimizer(task, model, config), 1, f"loss in {task.file}")]
     if config.parallel.strategy in SPREAD:
         raise Refused(
-            f"--parallel.strategy {config.parallel.strategy} has one update a step, and {task.file} has updates(); "
-            "use --parallel.strategy ddp"
+            f"--parallel.strategy {config.parallel.strategy} makes one update per step, but {task.file} has "
+            "updates(); use --parallel.strategy ddp"
         )
     where = f"updates in {task.file}"
     made = call(task, "updates()", task.updates, model, config)
@@ -121,7 +121,7 @@ def read_updates(task: Task, model: nn.Module, config: Config) -> list[Update]:
         raise Refused(f'{where} must return a dict: {{"d": {{"loss": f, "optimizer": o}}, …}}')
     updates = [_read(name, entry, where) for name, entry in made.items()]
     if all(update.every > 1 for update in updates):
-        raise Refused(f'{where}: each of them leaves out steps ("every"); one must be made in every step')
+        raise Refused(f'{where}: every update leaves out steps ("every"); at least one must run in every step')
     names = {id(parameter): name for name, parameter in model.named_parameters() if parameter.requires_grad}
     seen: dict[int, str] = {}
     plain = torch.optim.Optimizer
@@ -135,8 +135,8 @@ def read_updates(task: Task, model: nn.Module, config: Config) -> list[Update]:
         keeps_more = kind.state_dict is not plain.state_dict or kind.load_state_dict is not plain.load_state_dict
         if has_modes(update.optimizer) or keeps_more:
             raise Refused(
-                f"{where}: {update.name} has an optimizer with train() and eval(), or a state_dict() of its own, which "
-                "only optimizer() may"
+                f"{where}: {update.name} has an optimizer with train() and eval(), or with its own state_dict(); "
+                "only optimizer() may return one"
             )
         for parameter in update.parameters:
             other = seen.setdefault(id(parameter), update.name)
@@ -150,7 +150,8 @@ def read_updates(task: Task, model: nn.Module, config: Config) -> list[Update]:
 
 
 def losses_kept(updates: list[Update], device: torch.device) -> dict[str, torch.Tensor]:
-    """A place in the state for the last loss of each update that leaves out steps: later lines are to say it, too."""
+    """Return a place in the state for the last loss of each update that leaves out steps, because later lines repeat
+    it."""
     return {
         update.name: torch.zeros(len(STEP_STATS), dtype=update.strategy.stats_dtype, device=device)
         for update in updates
@@ -177,7 +178,7 @@ def _read(name: str, entry: Any, where: str) -> Update:
 def spread_updates(
     task: Task, model: nn.Module, config: Config, world: World, precision: Precision
 ) -> tuple[list[Update], torch.optim.Optimizer]:
-    """Place a model, with its first weights and on the CPU, and make its updates ready. A collective.
+    """Spread a model, which is on the CPU with its first weights, and prepare its updates. A collective.
 
     Returns them, and one optimizer for all.
     """

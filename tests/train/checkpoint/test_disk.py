@@ -1,4 +1,4 @@
-"""Real disks that fail: full, read-only, gone, with errors. What was saved stays; training goes on while it can."""
+"""Real disks that fail: full, read-only, gone, with errors. What was saved stays; training continues while it can."""
 
 from __future__ import annotations
 
@@ -190,7 +190,7 @@ def test_an_unmounted_disk_is_one_line_and_exit_code_3_on_the_command_line(volum
     done = station("run", task, "--name", "a", "--checkpoint.every_steps", 2, *flags)
     assert done.returncode == 3, done.stderr
     assert done.stderr.splitlines()[-1].startswith("train: the checkpoint of step 10 could not be saved")
-    assert done.stderr.count("training goes on") >= 2 and "Traceback" not in done.stderr
+    assert done.stderr.count("training continues") >= 2 and "Traceback" not in done.stderr
 
 
 def test_lines_whose_fsync_failed_are_written_again(mount: Mount, tmp_path: Path) -> None:

@@ -141,7 +141,7 @@ def test_where_memory_is_short_there_are_no_copies_and_a_line_says_so(memory: Sn
     one.step(3)
     assert one.said == [
         "no snapshots in memory: 2 x 76.5 KiB are more than half of the 293 KiB that are left; "
-        "a death costs the steps since the last checkpoint"
+        "a death now costs the steps since the last checkpoint"
     ]
     assert (one.buffers.taken, memory.step, one.snapshots.copy_request()) == (0, 0, -1)
 

@@ -259,7 +259,7 @@ SETTINGS = "from dataclasses import field\n@dataclass\nclass Settings:\n"
         (TASK + "def model(config): return nn.ReLU()", ["no parameter to train"]),
         (
             TASK + "from torch.utils.data import DataLoader\ndef datasets(config): return DataLoader([1]), None",
-            ["training set", "return its data set itself"],
+            ["training set", "return its dataset itself"],
         ),
         (
             TASK + "def optimizer(model, config): return [torch.optim.SGD([p], 0.1) for p in model.parameters()]",
@@ -301,7 +301,7 @@ def _folders(root: Path, *names: str) -> Path:
         (["digits", "--precision", "fp16", "--device", "cpu"], ["fp16 needs a GPU", "bf16"]),
         (["digits", "--sync_batchnorm", "true", "--device", "cpu"], ["sync_batchnorm", "leave it out"]),
         (["digits", "--init", "nope.pt"], ["no file and no run", "NAME@best"]),
-        (["digits", "--init", "task.txt"], ["no .safetensors and no file of torch.save"]),
+        (["digits", "--init", "task.txt"], ["neither a .safetensors file nor one of torch.save"]),
         (["fake", "--data.on_device", "true"], ["--data.on_device", "TensorDataset"]),
         (["digits", "--data.on_device", "true", "--data.workers", "2"], ["--data.on_device", "--data.workers 0"]),
         (["digits", "--spawn", "3", "--batch_size", "2"], ["smaller than the number of ranks, 3"]),

@@ -166,15 +166,15 @@ def locally() -> None:
 @pytest.mark.parametrize(
     ("collate", "said", "recurs"),
     [
-        (lambda _: lambda: 1, "could not hand over a batch: Can't pickle local object", True),
-        (lambda _: (one for one in ()), "could not hand over a batch: cannot pickle 'generator' object", True),
+        (lambda _: lambda: 1, "could not send a batch: Can't pickle local object", True),
+        (lambda _: (one for one in ()), "could not send a batch: cannot pickle 'generator' object", True),
         (lambda _: 2 * torch.ones(3, requires_grad=True), "serialize non-leaf tensor which requires_grad", True),
-        (lambda _: Leaves(fails), "could not hand over a batch: ValueError: not to be given away", True),
-        (lambda _: Leaves(back), "could not be taken over from a loader worker: KeyError: 'not to be taken", True),
+        (lambda _: Leaves(fails), "could not send a batch: ValueError: not to be given away", True),
+        (lambda _: Leaves(back), "from a data worker could not be received: KeyError: 'not to be taken", True),
         (lambda _: locally(), "RuntimeError: Own: of a class that only the worker has", True),
         # the worker pickles it, and cannot give its tensor to the rank that asks for it
         (lambda _: [KEPT, Leaves(opens_no_more)], "has ended: Too many open files", False),
-        (lambda _: [Leaves(opens_no_more), torch.ones(3)], "could not hand over a batch: ", False),
+        (lambda _: [Leaves(opens_no_more), torch.ones(3)], "could not send a batch: ", False),
     ],
 )
 def test_a_batch_that_a_worker_cannot_hand_over_is_an_error_with_its_cause(

@@ -105,7 +105,7 @@ def test_a_script_is_stopped_and_continued(shared_station: Station) -> None:
     assert refused.returncode == 2 and "script" in refused.stderr
     for command in (["eval", "rests"], ["export", "rests", "--to", "x.pt"]):
         refused = station(*command)
-        assert refused.returncode == 2 and "script of its own" in refused.stderr and refused.stderr.count("\n") == 1
+        assert refused.returncode == 2 and "runs a script" in refused.stderr and refused.stderr.count("\n") == 1
     station.ok("resume", "rests")
     station.wait(
         "rests", lambda record: "resuming from step" in station.logs("rests").rpartition("attempt-2")[2], "its resume"

@@ -120,13 +120,13 @@ def test_a_parameter_that_a_forward_updates_ends_the_run_with_a_line(
 ) -> None:
     name = f"{kind}-{ranks}-{len(flags)}"
     record = engine.run(name, ranks, **ODD | {"task__kind": kind} | flags)
-    assert record["state"] == "failed" and "updates its parameter teacher.weight in its forward" in record["reason"]
+    assert record["state"] == "failed" and "changes its parameter teacher.weight in its forward" in record["reason"]
     assert "after_step" in record["reason"]
     assert len(engine.losses(name)) == (kind == "moved")  # it begins as the weights that it follows
 
 
 def test_weights_that_a_forward_keeps_to_a_norm_are_refused(engine: Any) -> None:
-    with pytest.raises(Refused, match="has max_norm, with which each rank changes the weights by itself"):
+    with pytest.raises(Refused, match="has max_norm, so each rank would change the weights differently"):
         engine.run("never", 1, **ODD, task__kind="normed")
 
 
@@ -147,12 +147,12 @@ def test_weights_that_may_not_be_finite_are_those_that_nothing_trains(engine: An
 def test_a_parameter_that_is_to_be_trained_later_ends_the_run_with_a_line(engine: Any) -> None:
     record = engine.run("unfrozen", 1, **ODD | {"task__kind": "unfrozen"})
     assert "warning: the model counts in calls, a plain attribute" in engine.said("unfrozen")
-    assert record["state"] == "failed" and "was frozen when the model was made" in record["reason"], record
+    assert record["state"] == "failed" and "that model() froze is to be trained now" in record["reason"], record
 
 
 def test_a_model_whose_state_grows_in_its_first_step_fails_with_a_line(engine: Any) -> None:
     record = engine.run("late", 1, **ODD, task__kind="late")
-    assert record["state"] == "failed" and "the model has got center in its first steps" in record["reason"]
+    assert record["state"] == "failed" and "the model added center to its state in its first steps" in record["reason"]
 
 
 @pytest.mark.parametrize("kind", ["penalised", "methods"])
@@ -250,8 +250,8 @@ def with_model(engine: Any, folder: Path, line: str) -> Path:
 
 
 MODELS = {
-    "a scalar": ("fsdp", "model.s = nn.Parameter(torch.tensor(1.0))", "cannot spread s, for it has no dimension"),
-    "turned": ("fsdp", "model.s = nn.Parameter(torch.ones(2, 3).t())", "cannot spread s, for it is not contiguous"),
+    "a scalar": ("fsdp", "model.s = nn.Parameter(torch.tensor(1.0))", "cannot spread s, because it has no dimension"),
+    "turned": ("fsdp", "model.s = nn.Parameter(torch.ones(2, 3).t())", "cannot spread s, because it is not contiguous"),
     "two types": ("fsdp", "model.leave.double()", "cannot gather enter.weight and leave.weight together"),
     "complex": ("ddp", "model.s = nn.Parameter(torch.ones(2) * 1j)", "cannot add the complex gradient of s"),
     "sparse": ("ddp", "model.s = nn.Embedding(2, 2, sparse=True)", r"cannot add the sparse gradients of s \(Embedding"),
@@ -292,7 +292,7 @@ def test_an_optimizer_of_more_than_the_model_or_without_a_rate_is_refused() -> N
 
 def test_an_optimizer_that_computes_the_loss_by_itself_is_refused() -> None:
     model = torch.nn.Linear(2, 2)
-    with pytest.raises(Refused, match="returns a LBFGS, which computes the loss several times"):
+    with pytest.raises(Refused, match="returns a LBFGS, which needs the loss several times"):
         make_optimizer(_optimizer(lambda model: torch.optim.LBFGS(model.parameters())), model, Config())
 
 
@@ -329,13 +329,13 @@ def test_a_resume_that_this_model_cannot_do_is_refused_before_a_rank_begins(
 @pytest.mark.parametrize(
     ("ranks", "flags", "words"),
     [
-        (2, {"parallel.strategy": "fsdp", "parallel.reduce": "ordered"}, "adds gradients in an order of its own"),
+        (2, {"parallel.strategy": "fsdp", "parallel.reduce": "ordered"}, "is for single and ddp, not fsdp"),
         (3, {"parallel.strategy": "hsdp", "parallel.shard_size": "2"}, "does not divide the 3 ranks"),
         (2, {"parallel.strategy": "hsdp"}, "needs --parallel.shard_size"),
         (2, {"parallel.strategy": "fsdp", "parallel.shard_size": "2"}, "is for --parallel.strategy hsdp"),
         (2, {"parallel.strategy": "fsdp", "parallel.wrap": "Block"}, "has no module of that class; it has"),
         (2, {"parallel.strategy": "ddp", "parallel.wrap": "Linear"}, "is for fsdp and hsdp"),
-        (2, {"parallel.strategy": "fsdp", "data.on_error": "skip"}, "skip may leave one without a sample to compute"),
+        (2, {"parallel.strategy": "fsdp", "data.on_error": "skip"}, "skip may leave a rank without a sample"),
         (2, {"parallel.strategy": "fsdp", "parallel.find_unused_parameters": "true"}, "is for ddp"),
     ],
 )

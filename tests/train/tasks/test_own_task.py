@@ -219,7 +219,7 @@ def test_two_losses_are_not_taken_for_a_loss_and_its_count(station: Station) -> 
     (station.folder / "two.py").write_text(TWO_LOSSES)
     done = station("run", "two.py", "--name", "two-losses", "--steps", 1)
     assert done.returncode == 3 and "Traceback" not in done.stderr
-    assert "of two losses return the sum" in done.stderr.splitlines()[-1]
+    assert "return the sum of two losses" in done.stderr.splitlines()[-1]
 
 
 def test_what_lies_beside_a_task_goes_before_what_is_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

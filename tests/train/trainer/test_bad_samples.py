@@ -114,7 +114,7 @@ def test_a_run_of_which_nothing_can_be_read_fails(engine: Any) -> None:
     path = task(engine, "nothing", list(range(55)))
     record = engine.run("nothing", 2, task=path, steps=30, **FLAGS)
     assert (engine.code, record["state"]) == (3, "failed")
-    assert "not one sample could be read in 10 steps in a row" in record["reason"]
+    assert "no sample could be read in 10 steps in a row" in record["reason"]
 
 
 @pytest.mark.parametrize(("ranks", "workers"), [(1, 0), (2, 1)])

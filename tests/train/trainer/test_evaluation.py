@@ -310,8 +310,8 @@ def test_a_killed_run_with_named_sets_ends_as_if_nothing_had_happened(engine: An
         (('"val"', '"ema"'), "", "'ema'; use"),
         (('{"val": held_out, "test": Points(9, 5, 0.0)}', "{}"), "", "empty dict.*None"),
         (("Points(9, 5, 0.0)", "[]"), "", "the test set of .* is empty"),
-        (("def predict", "def foretell"), "", "compute_metrics alone"),
-        (("def compute_metrics", "def compute"), "", "predict alone"),
+        (("def predict", "def foretell"), "", "compute_metrics but not predict"),
+        (("def compute_metrics", "def compute"), "", "predict but not compute_metrics"),
         (
             ("def images", "def inference_model(model): return 1\ndef images"),
             "",

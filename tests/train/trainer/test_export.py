@@ -134,7 +134,7 @@ def test_what_only_gpus_compute_is_evaluated_in_fp32_where_there_are_none_and_no
         manifest.write_text(manifest_text(content))
     done = finished.ok("eval", "done", "--json", "--runs", tmp_path / "runs")
     assert json.loads(done.stdout)["eval"] == expected
-    assert f"a CPU has no {precision}: evaluated in fp32" in done.stderr
+    assert f"a CPU cannot compute in {precision}; evaluated in fp32" in done.stderr
     target = tmp_path / "of.safetensors"
     finished.ok("export", "done", "--runs", tmp_path / "runs", "--to", target)
     assert load_file(target).keys() == load_trained(finished.run("done"))[2].state_dict().keys()

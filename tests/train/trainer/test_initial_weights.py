@@ -124,7 +124,7 @@ def test_tied_weights_are_loaded_by_either_name() -> None:
         (lambda s: s, {"skip": "fcc.*"}, "--init.skip fcc.*: neither the file nor the model"),
         (lambda s: s, {"rename": "encoder.=x."}, "no name begins with encoder."),
         (lambda s: s, {"rename": "backbone"}, "give OLD=NEW"),
-        (lambda s: s, {"rename": "fc.weight=fc.bias"}, "two names become one"),
+        (lambda s: s, {"rename": "fc.weight=fc.bias"}, "two tensors would get one name"),
     ],
 )
 def test_what_does_not_fit_is_refused_with_the_way(change: Any, init: dict[str, Any], words: str) -> None:
@@ -135,7 +135,7 @@ def test_what_does_not_fit_is_refused_with_the_way(change: Any, init: dict[str, 
 @pytest.mark.parametrize(
     ("made", "words"),
     [
-        (Net(), r"holds .*Net, which is code; save its state alone"),
+        (Net(), r"holds .*Net, which is code; save only its state"),
         ([torch.ones(1)], "is a list and no state dict"),
         ({"epoch": 3, "loss": 0.5}, "holds no state dict, but epoch, loss"),
         ({"generator": state(), "critic": state()}, "several state dicts .generator, critic."),

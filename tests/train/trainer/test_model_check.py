@@ -42,7 +42,7 @@ def test_a_weight_of_any_type_is_looked_at_for_changes(dtype: torch.dtype) -> No
     check.end()
     check.begin()
     model.weight.data = torch.tensor([0.0, 1.0, 0.0]).to(dtype)  # which torch does not count
-    with pytest.raises(TrainingFailed, match="updates its parameter weight"):
+    with pytest.raises(TrainingFailed, match="changes its parameter weight"):
         check.end()
 
 

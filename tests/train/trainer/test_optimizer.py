@@ -65,9 +65,9 @@ def test_arguments_reach_torchs_optimizer_and_a_wrong_one_is_refused_with_the_ne
         ({"args": {"betas": [0.9]}}, "must be a list of 2 numbers"),
         ({"args": {"betas": [2, 0.9]}}, "Invalid beta parameter"),
         ({"args": {"eps": True}}, "must be a number"),
-        ({"args": {"lr": 0.1}}, "a field of its own: --optim.lr"),
-        ({"args": {"betas": [0.9, 0.9]}, "momentum": 0.5}, "leave it to --optim.args"),
-        ({"name": "rmsprop", "momentum": 0.5}, "leave it to --optim.args"),
+        ({"args": {"lr": 0.1}}, "its own field; use --optim.lr"),
+        ({"args": {"betas": [0.9, 0.9]}, "momentum": 0.5}, "or use --optim.args"),
+        ({"name": "rmsprop", "momentum": 0.5}, "or use --optim.args"),
         ({"name": "rprop", "weight_decay": 0.5}, "has no weight decay; give --optim.weight_decay 0"),
         ({"layer_decay": 0.5}, "one layer only"),
     ],
@@ -141,7 +141,7 @@ def test_functions_and_fields_that_take_each_others_place_are_refused(engine: An
     for text, flags, words in (
         (groups, {"optim__layer_decay": 0.5}, r"param_groups\(\) in .* replaces --optim.layer_decay"),
         (own, {"optim__args__eps": 0.5} | OWN_OPTIMIZER, r"optimizer\(\) in .* replaces --optim.args"),
-        (own + groups, {}, "has optimizer and param_groups, which it takes the place of"),
+        (own + groups, {}, "has optimizer and param_groups, but optimizer replaces"),
     ):
         task.write_text(engine.task.read_text() + text)
         with pytest.raises(Refused, match=words):

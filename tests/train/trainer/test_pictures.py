@@ -59,7 +59,7 @@ def test_images_of_a_tensor_stand_in_a_grid_and_small_ones_are_drawn_larger() ->
     ("made", "words"),
     [
         (torch.zeros(3, 4, 4), "dict of pictures, got Tensor"),
-        ({"a/b": torch.zeros(3, 4, 4)}, "calls a picture 'a/b'"),
+        ({"a/b": torch.zeros(3, 4, 4)}, "names a picture 'a/b'"),
         ({"a": [1]}, r"or of uint8; got list"),
         ({"a": torch.zeros(5, 4, 4)}, r"got torch.float32 \(5, 4, 4\)"),
         ({"a": torch.zeros(3, 4, 4, dtype=torch.int64)}, r"got torch.int64 \(3, 4, 4\)"),

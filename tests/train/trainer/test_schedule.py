@@ -215,7 +215,7 @@ def test_a_scheduler_of_the_tasks_own_is_refused_in_its_second_step_with_the_way
     task.write_text(engine.task.read_text() + FOREIGN)
     record = engine.run("foreign", 2, task=task, **PLAIN, **OWN_OPTIMIZER)
     assert engine.code == 3 and record["step"] == 1
-    assert "is 0.05 after step 1 and is not what was set" in record["reason"]
+    assert "is 0.05 after step 1, because a scheduler or hook of the task has changed it" in record["reason"]
     assert "schedule(step, total_steps, config)" in record["reason"]
 
 

@@ -57,9 +57,9 @@ def test_what_fetches_while_a_gpu_computes_counts_for_the_processes_needed(monke
                        "--data.workers 1; the result stays the same)"),
         (0, 9.999, 1, 256, "training waits 100% for data: raise data.workers to 32 (train stop a, then train resume a "
                            "--data.workers 32; the result stays the same)"),
-        (2, 5.0, 1, 2, "training waits 50% for data: each rank has 2 loader processes on its share of 2 cores; make "
+        (2, 5.0, 1, 2, "training waits 50% for data: each rank has 2 data workers on its share of 2 cores; make "
                        "samples cheaper to read (smaller files, decoded and resized beforehand, a faster disk)"),
-        (1, 5.0, 4, 2, "training waits 50% for data: each rank has 1 loader process on its share of 2 cores; make "
+        (1, 5.0, 4, 2, "training waits 50% for data: each rank has 1 data worker on its share of 2 cores; make "
                        "samples cheaper to read (smaller files, decoded and resized beforehand, a faster disk)"),
     ],
 )  # fmt: skip

@@ -126,9 +126,9 @@ def test_in_order_it_ends_with_the_same_bits_on_any_number_of_ranks(engine: Any)
             "updates in .*: d.3.(weight|bias) is in no optimizer; give it to one, or freeze it",
         ),
         ({"task__wrong": "key"}, "d has an unknown key 'evry'; did you mean every"),
-        ({"task__wrong": "never"}, "one must be made in every step"),
+        ({"task__wrong": "never"}, "at least one must run in every step"),
         ({"task__wrong": "no optimizer"}, 'd needs "optimizer", a torch.optim.Optimizer; got NoneType'),
-        ({"parallel__strategy": "fsdp"}, "fsdp has one update a step"),
+        ({"parallel__strategy": "fsdp"}, "fsdp makes one update per step"),
     ],
 )
 def test_wrong_updates_are_refused(engine: Any, flags: dict[str, Any], message: str) -> None:

@@ -31,9 +31,10 @@ from train.trainer.loggers.wandb import WandbProcess
 log = logging.getLogger("train")
 
 SKIPPED = "skipped.jsonl"
-"""In the run folder: a line a sample that is left out, {"set": "training", "index": 7, "file": "…", "reason": "…"}."""
+"""Name of the file in the run folder with one line for each sample that is left out: {"set": "training", "index": 7,
+"file": "…", "reason": "…"}."""
 _NAMED = 20
-"""Samples left out that a rank names in its log; the list has all of them."""
+"""Maximum number of left-out samples that a rank names in its log; the file has all of them."""
 _LINE_EVERY = 2.0
 """Seconds between two progress lines in a log file or pipe."""
 _PROGRESS_EVERY = 0.5
@@ -41,7 +42,8 @@ _PROGRESS_EVERY = 0.5
 
 
 class Loggers:
-    """One rank's loggers. Rank 0 writes metrics, the first of a machine its progress, each its samples, if wanted."""
+    """One rank's loggers. Rank 0 writes metrics, the first rank of a machine writes progress, each rank its samples if
+    asked for."""
 
     def __init__(self, run: Run, world: World, config: Config, total_steps: int, done: int, bar: bool) -> None:
         """
@@ -61,7 +63,7 @@ class Loggers:
             self._tensorboard = TensorBoard(run.folder / "tensorboard", metrics.recent(run), done, self.say, settings)
 
     def _start_wandb(self, project: str) -> WandbProcess | None:
-        """The process that sends curves; training continues without it."""
+        """Start the process that sends curves. Training continues without it."""
         try:
             return WandbProcess(self.run, project, self.run.folder / "logs" / "wandb.log")
         except OSError as error:
@@ -69,18 +71,17 @@ class Loggers:
             return None
 
     def samples(self, step: int, indices: list[npt.NDArray[np.int64]]) -> None:
-        """Note which samples this rank consumed in a step (counted from 1).
+        """Write which samples this rank consumed in a step (counted from 1).
 
-        At once, and before the ranks add up the step: a copy of the state after it must find the line.
+        This happens before the ranks add up the step, because a snapshot after the step must find the line.
         """
         if self._samples is not None:
             self._samples.add(samples_text(step, (index for part in indices for index in part.tolist())))
             self._samples.flush()
 
     def training(self, line: Training, times: Callable[[], Times]) -> None:
-        """A training line of metrics.jsonl, also on the console, and now and then the progress in run.json.
-
-        The first rank of a machine only.
+        """Write a training line into metrics.jsonl and on the console, and now and then the progress into run.json.
+        Only for the first rank of a machine.
         """
         if self._metrics is not None:
             self._metrics.add(metrics_text(line))
@@ -102,7 +103,7 @@ class Loggers:
             self.run.note(_with_times(times()), step=step, epoch=epoch, loss=shown, samples_per_s=round(speed, 1))
 
     def evaluation(self, step: int, epoch: int, samples: int, figures: dict[str, float]) -> None:
-        """An evaluation line of metrics.jsonl. The first rank of a machine only."""
+        """Write an evaluation line into metrics.jsonl. Only for the first rank of a machine."""
         line: Evaluation = {"step": step, "epoch": epoch, "samples": samples, "eval": {**figures}}
         if self._metrics is not None:
             self._metrics.add(metrics_text(line))
@@ -115,12 +116,13 @@ class Loggers:
         if wanted and metric not in figures:
             self.say(
                 f"warning: no evaluation gives {metric}, which checkpoint.best names{nearest(metric, figures)} "
-                f"(there are: {', '.join(figures)}); the checkpoint with the lowest loss is kept instead; for another: "
-                f"train stop {self.run.name}, then train resume {self.run.name} --checkpoint.best NAME"
+                f"(there are: {', '.join(figures)}); the checkpoint with the lowest loss is kept instead; to "
+                f"choose another: train stop {self.run.name}, then train resume {self.run.name} --checkpoint.best "
+                "NAME"
             )
 
     def pictures(self, step: int, made: dict[str, bytes]) -> None:
-        """Pictures of an evaluation, as PNG files. Rank 0's are kept."""
+        """Write the pictures of an evaluation (PNG files). Those of rank 0 are kept."""
         if self._metrics is None:
             return
         try:
@@ -134,12 +136,12 @@ class Loggers:
             self._tensorboard.pictures(step, made)
 
     def times(self, times: Times) -> None:
-        """Note where the time of this attempt went."""
+        """Record where the time of this attempt went."""
         if self._is_lead:
             self.run.note(_with_times(times))
 
     def say(self, text: str) -> None:
-        """A line for people, from the first rank of a machine, that does not tear the bar."""
+        """Print a line for people, from the first rank of a machine, without breaking the progress bar."""
         if not self._is_lead:
             return
         with contextlib.suppress(OSError, ValueError):  # the terminal may be gone
@@ -153,9 +155,8 @@ class Loggers:
         return all(file is None or file.is_written for file in (self._metrics, self._samples))
 
     def sync(self) -> str:
-        """Make this rank's lines durable: a published checkpoint must find those of all steps before it.
-
-        Returns what prevents it; '' when nothing does.
+        """Make this rank's lines durable, because a published checkpoint must find the lines of all steps before it.
+        Returns what prevents this; '' if nothing does.
         """
         failed = [file for file in (self._metrics, self._samples) if file is not None and not file.sync()]
         return failed[0].problem if failed else ""
@@ -180,7 +181,7 @@ class Skipped:
         self._read_to = 0
 
     def __call__(self, bad: Sequence[BadSample]) -> None:
-        """Count and list those that are new."""
+        """Count and list the samples that are new."""
         new = [one for one in bad if (one.set, one.index) not in self._listed]
         if not new:
             return
@@ -193,7 +194,7 @@ class Skipped:
         if self._named <= _NAMED:
             log.warning("warning: left out: %s: %s", bad, bad.reason)
         elif self._named == _NAMED + 1:
-            log.warning("warning: more samples are left out; all of them: %s in the run folder", SKIPPED)
+            log.warning("warning: more samples are left out; %s in the run folder lists all of them", SKIPPED)
 
     def _add(self, record: Record, new: list[BadSample]) -> None:
         with (self._run.folder / SKIPPED).open("a+b") as file:
@@ -220,7 +221,7 @@ class Skipped:
 
 
 def _hyper_parameters(config: Config, ranks: int, unused: Collection[str]) -> dict[str, str | float | bool]:
-    """The fields that may influence the result, as plain values."""
+    """Return the fields that may influence the result, as plain values."""
     flat = configuration.to_flat(config) | {"ranks": ranks}
     chosen = {name: value for name, value in flat.items() if not name.startswith(("log.", "watch."))}
     chosen = {name: value for name, value in chosen.items() if name not in unused}
@@ -228,5 +229,5 @@ def _hyper_parameters(config: Config, ranks: int, unused: Collection[str]) -> di
 
 
 def _with_times(times: Times) -> Callable[[Record], None]:
-    """A change of the record: the times of the attempt."""
+    """Return a change of the record: the times of the attempt."""
     return lambda record: record["attempts"][-1].update({"times": times})

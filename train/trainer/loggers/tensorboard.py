@@ -13,7 +13,7 @@ from train.errors import one_line
 from train.run.metrics import Evaluation, Line, Training, is_evaluation
 
 _EVERY = 2.0
-"""Seconds between two times that lines are handed to the writer: that wakes a thread, which costs more than a step."""
+"""Seconds between two hand-overs of lines to the writer, because each wakes a thread, which costs more than a step."""
 _TAGS = {key: f"train/{key}" for key in Training.__annotations__ if key not in ("step", "epoch")}
 
 
@@ -25,7 +25,7 @@ class TensorBoard:
     ) -> None:
         """
         Args:
-            recent: the last lines on record. They are written again: a kill may have lost their events.
+            recent: the last lines on record. They are written again, because a kill may have lost their events.
             done: the step that this attempt continues after. Events of later steps are hidden.
             settings: hyper-parameters to be shown beside the results.
         """
@@ -49,7 +49,7 @@ class TensorBoard:
             self._give_up(error)
 
     def training(self, line: Training) -> None:
-        """The figures of a training line."""
+        """Write the figures of a training line."""
         now = time.time()
         self._lines.append((line, now))
         if now >= self._next:
@@ -57,13 +57,13 @@ class TensorBoard:
             self._hand_over()
 
     def evaluation(self, line: Evaluation) -> None:
-        """The figures of an evaluation."""
+        """Write the figures of an evaluation."""
         self._lines.append((line, time.time()))
         self._configuration(line["eval"])
         self._hand_over()
 
     def pictures(self, step: int, made: Mapping[str, bytes]) -> None:
-        """Pictures of an evaluation, as PNG files."""
+        """Write the pictures of an evaluation (PNG files)."""
         for name, png in made.items():
             if self._writer is not None:
                 width, height = (int.from_bytes(png[place : place + 4]) for place in (16, 20))
@@ -72,7 +72,7 @@ class TensorBoard:
                 self._try(self._writer.file_writer.add_summary, self._summary(value=[value]), step)
 
     def _hand_over(self) -> None:
-        """Hand lines to the writer as events, one each, many at once: each time wakes its thread."""
+        """Hand lines to the writer as events, one per line, many at once, because each hand-over wakes its thread."""
         lines, self._lines = self._lines, []
         for line, when in lines:
             if is_evaluation(line):

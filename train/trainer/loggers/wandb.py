@@ -1,4 +1,4 @@
-"""Weights & Biases: a process of its own follows metrics.jsonl and sends its lines.
+"""Weights & Biases: a separate process follows metrics.jsonl and sends its lines.
 
 It lives until the rank closes the pipe to its standard input, and a little longer to send the rest. The rank neither
 imports wandb nor waits for it: a network that is slow or gone costs curves there, never a step here. Imports no torch.
@@ -26,16 +26,16 @@ from train.run import durable, metrics
 from train.run.run_folder import Run
 
 FILE = "wandb.json"
-"""In the run folder: the id there, and the last steps that were sent."""
+"""Name of the file in the run folder with the id at W&B and the last steps that were sent."""
 _EVERY = 2.0
-"""Seconds between two looks."""
+"""Seconds between two looks at metrics.jsonl."""
 _LEAVE = 120.0
-"""Seconds, at most, to send the rest; what is not sent stays in the run folder, for `wandb sync`."""
+"""Maximum seconds to send the rest at the end. What is not sent stays in the run folder, for `wandb sync`."""
 _FORBIDDEN = re.compile(r"[\\#?%:\s\x00-\x1f]")
 
 
 def check(project: str) -> None:
-    """Whether curves can be sent to this project.
+    """Check that curves can be sent to this project.
 
     Raises:
         Refused: the package is not installed, or the project's name cannot be one.
@@ -68,7 +68,7 @@ class WandbProcess:
 
 
 class _Sent:
-    """The last steps that were sent: a resume continues there, in the same run."""
+    """The last steps that were sent. A resume continues there, in the same run of W&B."""
 
     def __init__(self, run: Run) -> None:
         self._path = run.folder / FILE
