@@ -46,7 +46,7 @@ class Head:
 
 
 def begin_of_tensors(plain: int) -> int:
-    """The offset of the tensors behind a pickled part of so many bytes, aligned to a page."""
+    """Return the offset of the tensors behind a pickled part of this many bytes, aligned to a page."""
     return _PAGE + -(-plain // _PAGE) * _PAGE
 
 

@@ -111,7 +111,7 @@ def _file(one: Any) -> list[Any]:
 
 
 def _parts(one: Any) -> list[Any]:
-    """What an object leads to."""
+    """Return what an object leads to."""
     held: list[Any] = []
     with contextlib.suppress(Exception):  # of a user's own class, whose methods may do anything
         if isinstance(one, (list, tuple)):
@@ -134,7 +134,7 @@ def _bits(one: Any) -> Any:
 
 
 def _seed(one: Any) -> Callable[[int], object]:
-    """What seeds a generator."""
+    """Return the function that seeds a generator."""
     kind = type(one)  # not isinstance, which asks a proxy what it stands for
     if issubclass(kind, np.random.Generator):
         return lambda seed: setattr(one.bit_generator, "state", type(one.bit_generator)(seed).state)

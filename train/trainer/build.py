@@ -198,10 +198,10 @@ def make_model(task: Task, config: Config, weights: torch.dtype = torch.float32)
 
 
 def make_objects(task: Task, model: nn.Module, config: Config, device: torch.device) -> dict[str, Any]:
-    """What the task's stateful() returns, modules on the device. Seeded.
+    """Return the objects of the task's stateful(), with modules on the device. Seeded.
 
     Raises:
-        Refused: it is no dict of objects that can be saved and restored.
+        Refused: stateful() does not return a dict of objects that can be saved and restored.
     """
     if task.stateful is None:
         return {}

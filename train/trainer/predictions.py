@@ -24,10 +24,10 @@ _ALONE = ""
 
 
 class Predictions:
-    """The predictions for one evaluation set; of a task without `predict` there are none.
+    """The predictions for one evaluation set; empty for a task without `predict`.
 
-    Those of a batch are a dict: by name a tensor whose first dimension is that of the samples, or a list. A list alone
-    is one without a name.
+    The predictions of a batch are a dict from names to tensors (the first dimension is the samples) or lists. A list
+    alone has no name.
     """
 
     def __init__(self, task: Task, world: World) -> None:

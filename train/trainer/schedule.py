@@ -18,7 +18,8 @@ from train.tasks import Task
 from train.trainer.build import refusing
 
 _ONE_CYCLE = (0.3, 1 / 25, 1e-4)
-"""Of torch's OneCycleLR: the share of the steps that rise, the first factor, and the last one in terms of the first."""
+"""Numbers of torch's OneCycleLR: the share of the steps in which the rate rises, the first factor, and the last factor
+over the first."""
 
 
 def rate_scale(config: Config) -> float:
