@@ -38,7 +38,7 @@ class Average:
     def __init__(self, module: nn.Module, config: Config) -> None:
         self._config = config.ema
         self._sharded: list[Any] = [part for part in module.modules() if hasattr(part, "reshard")]
-        """With fsdp, the strategy that gathers parameters."""
+        """With fsdp, the modules that gather parameters."""
         held = [one for one in module.state_dict(keep_vars=True).values() if isinstance(one, Tensor)]
         means = {id(now): now.detach().clone() for now in held}
         self.tensors = {name: means[id(now)] for name, now in zip(weights_of(module), held, strict=True)}
