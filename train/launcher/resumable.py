@@ -95,7 +95,7 @@ def keeper_count(run: Run, record: Record) -> dict[str, int]:
 
 
 def why_given_up(record: Record, count: dict[str, int]) -> str:
-    """Return why the keeper gives up a run, given its count; '' if it goes on resuming the run."""
+    """Return why the keeper gives up a run, given its count; '' if it still resumes the run."""
     if count["times"] <= KEEPER_TRIES:
         return ""
     if record.get("script"):

@@ -14,8 +14,8 @@ from train.run import imports, owner
 from train.run.record import Record
 from train.run.run_folder import Run
 
-AFTER_STOP = "starts it again; it continues if it loads its own checkpoint"
-"""What `train resume` does to a script that was stopped."""
+AFTER_STOP = "starts it again (it continues if it loads its own checkpoint)"
+"""End of a message: what `train resume` does with a stopped script."""
 
 
 def check(launch: LaunchRequest, run: Run | None) -> tuple[dict[str, Any], list[str]]:

@@ -1,1 +1,1 @@
-"""The ranks of a run on this machine: started, watched, and started again after a death."""
+"""Starts and watches the ranks of a run on this machine, and restarts them after a death."""
