@@ -152,6 +152,6 @@ def test_ctrl_c_twice_ends_the_following_of_a_launched_run_and_not_the_run(stati
     terminal.ctrl_c()
     terminal.ctrl_c()
     assert terminal.end() == 130
-    assert "Traceback" not in terminal.output and "f goes on" in terminal.output
+    assert "Traceback" not in terminal.output and "f continues" in terminal.output
     assert station.run("f").read_effective()["state"] == states.RUNNING
     station.ok("stop", "f")
