@@ -39,7 +39,6 @@ NOT_YET = {
     # --
     # --
     # --
-    "docs/debugging.md",
     # --
     # --
     # --

@@ -46,6 +46,9 @@ class Terminal:
                 return
             self.output += text.decode(errors="replace")
 
+    def type(self, keys: str) -> None:
+        os.write(self._fd, keys.encode())
+
     def ctrl_c(self) -> None:
         os.write(self._fd, b"\x03")
 
