@@ -57,6 +57,9 @@ NOT_YET = {
 }
 """Pages that are not checked yet, nor links to them. Their owners remove them."""
 
+OTHERS_FLAGS = {"log-dir", "rdzv-id", "redirects", "tee"}
+"""Flags of torchrun that only pages name."""
+
 _PLACEHOLDER = re.compile(r"[A-Z][A-Z0-9_]*([@:.,/=-][A-Z0-9_]+)*|\$\{?\w+\}?.*|<.*>")
 _ASSIGNED = re.compile(r"[A-Za-z_]\w*=")
 
@@ -292,6 +295,32 @@ def _with_values(parser: Parser, words: list[str]) -> list[str]:
     return found
 
 
+def flags_in_prose(page: Page) -> Iterator[str]:
+    """Check that flags and config fields that inline code names alone exist."""
+    for code in page.codes:
+        if found := re.match(r"--([a-z][\w.-]*)", code.text):
+            if not _is_flag(found[1]):
+                yield page.fault(code.line, f"no command takes {found[0]}; train COMMAND --help lists the flags")
+        elif re.fullmatch(r"[a-z_]+\.[a-z_]+", code.text) and not _is_field(code.text):
+            yield page.fault(code.line, f"there is no config field {code.text}; train run --help lists the fields")
+
+
+def _is_flag(name: str) -> bool:
+    """Whether a command of train takes this flag, or a script, a test or another program that one of them calls."""
+    plain = name.replace("-", "_")
+    if plain.startswith(("task.", "optim.args.")) or name in OTHERS_FLAGS:
+        return True
+    return any(plain in _parser(command).flags for command in COMMANDS) or f"--{name}" in _settings()
+
+
+def _is_field(name: str) -> bool:
+    """Whether this is a field, a figure of the averaged weights, a file, or no name of the configuration at all."""
+    group, _, last = name.partition(".")
+    groups = {field.partition(".")[0] for field in config.fields() if "." in field}
+    is_other = group not in groups or group == "ema" or last in ("json", "safetensors")
+    return is_other or name in config.fields() or name == "optim.args"
+
+
 def paths_in_prose(page: Page) -> Iterator[str]:
     """Check that files of the checkout that inline code names exist."""
     for code in page.codes:
@@ -320,7 +349,7 @@ def _settings() -> str:
     """The text of all files that read or name settings of the station."""
     patterns = (".env*.example", "docker-compose*.yml", "Dockerfile", "Makefile", "entrypoint.sh")
     files = [path for pattern in patterns for path in ROOT.glob(pattern)]
-    for folder in ("scripts", "docker", "train"):
+    for folder in ("scripts", "docker", "train", "tests/gpu", "tests/torture"):
         files += [path for path in (ROOT / folder).rglob("*") if path.is_file() and path.suffix != ".pyc"]
     return "\n".join(path.read_text(errors="replace") for path in files)
 
@@ -331,4 +360,14 @@ def length(page: Page) -> Iterator[str]:
         yield page.fault(lines, f"{lines} lines, at most {README_LINES}; move facts into docs/")
 
 
-CHECKS = (headings, links, blocks, commands_in_blocks, commands_in_prose, paths_in_prose, variables, length)
+CHECKS = (
+    headings,
+    links,
+    blocks,
+    commands_in_blocks,
+    commands_in_prose,
+    flags_in_prose,
+    paths_in_prose,
+    variables,
+    length,
+)

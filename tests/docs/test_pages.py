@@ -23,6 +23,7 @@ GOOD = """# Title
 
 Run `train launch TASK [--name N] [--nproc N|auto] [--gpus 0,1|N] …` or `train resume NAME|--all`.
 See [there](#to-do), `make -s ssh-command`, `scripts/train ls`, `train/cli.py`, `examples/*.py` and `docs/NAME.md`.
+Give `--nproc 2`, `--task.width 3` or `optim.lr`; `ema.accuracy`, `data.json` and `model.eval()` are no fields.
 
 ## To do
 
@@ -93,6 +94,8 @@ BAD = {
     "# A\n\nRun `make everything`": "3: `make everything`: make has no target everything",
     "# A\n\n```bash\nmake everything\n```": "make has no target everything",
     "# A\n\nRun `scripts/absent.sh a`": "3: `scripts/absent.sh a`: scripts/absent.sh does not exist",
+    "# A\n\nWith `--nprocs 2`": "3: no command takes --nprocs",
+    "# A\n\nThe field `optim.rate`": "3: there is no config field optim.rate",
     "# A\n\nSee\n`train/absent.py`": "4: `train/absent.py` does not exist",
 }
 """Pages with one fault, and a part of what is said of it."""
