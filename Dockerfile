@@ -1,18 +1,18 @@
 # The training station. Two targets: `runtime` is everything a run needs; `cuda` adds the CUDA 12.1 compiler.
 # `make up` builds the right one; by hand: docker build --target runtime -t trainstation:runtime .
 #
-# It builds with BuildKit as old as Docker Engine 20.10's: no syntax line, which would be fetched from a registry.
+# The BuildKit of Docker Engine 20.10 is enough. There is no syntax line, because it would be fetched from a registry.
 
-# Both by digest: what is built later comes from the same images. BASE_IMAGE and CUDA_IMAGE can name a mirror's copies.
-# Debian 12.15. scripts/station-image.sh and compose read the defaults here.
+# Both images are named by digest, so that later builds use the same ones. BASE_IMAGE and CUDA_IMAGE can name copies
+# in a mirror. The base is Debian 12.15. scripts/station-image.sh and compose read these defaults.
 ARG BASE_IMAGE=debian:bookworm-slim@sha256:88200866dfff7ea7f5cbcb6ec7c8a701889efe6fe859fe64d6990e4b07ea4171
 ARG CUDA_IMAGE=nvidia/cuda:12.1.1-devel-ubuntu22.04@sha256:7012e535a47883527d402da998384c30b936140c05e2537158c80b8143ee7425
 
 
-# --- the toolkit, cut down to what compiling takes (only built for the target cuda) ---------------------------------
+# --- the parts of the CUDA toolkit that compiling needs (built for the target cuda only) ----------------------------
 FROM ${CUDA_IMAGE} AS toolkit
-# PyTorch brings the libraries of CUDA; of the toolkit only the compiler, its headers, and what it links by default
-# are wanted. That leaves out 4 GB of static and math libraries.
+# PyTorch brings CUDA's libraries. We copy only the compiler, its headers, and the libraries that it links by default.
+# That leaves out 4 GB of static and math libraries.
 WORKDIR /usr/local/cuda-12.1
 RUN set -eu; mkdir -p /toolkit/lib64; \
     cp -aL bin include nvvm /toolkit/; \
@@ -28,13 +28,12 @@ FROM ${BASE_IMAGE} AS system
 SHELL ["/bin/bash", "-euo", "pipefail", "-c"]
 ARG APT_MIRROR=
 ARG EXTRA_APT=
-# What a person works with (editors, tmux, git, rsync, htop) and what an operator types beside what the services need.
-# gcc and Python's headers are for Triton, which compiles its launchers at run time, and for extensions; gcc 12.2 is the
-# newest CUDA 12.1 takes.
-# The lists and archives stay in cache mounts. Host keys that sshd's package makes must not be in a layer: every
-# station would share them.
-# Versions are Debian's to decide: one stable release, with its security fixes, of today or of the day in APT_MIRROR; what
-# the base image has older is upgraded.
+# Packages for the services, for people (editors, tmux, git, rsync, htop) and for operators. Triton compiles its
+# launchers at run time with gcc and Python's headers; extensions need them too. CUDA 12.1 accepts gcc up to 12.2.
+# apt's lists and archives stay in cache mounts. The host keys that sshd's package makes must not be in a layer, because
+# every station would share them.
+# Versions come from one stable release of Debian with its security fixes, of today or of the day in APT_MIRROR. Older
+# packages of the base image are upgraded.
 # hadolint ignore=DL3008
 RUN --mount=type=cache,target=/var/cache/apt,sharing=locked \
     --mount=type=cache,target=/var/lib/apt,sharing=locked \
@@ -56,21 +55,21 @@ RUN --mount=type=cache,target=/var/cache/apt,sharing=locked \
         wget ${EXTRA_APT}; \
     update-alternatives --quiet --install /usr/bin/vim vim /usr/bin/vim.tiny 10; \
     rm -f /etc/ssh/ssh_host_* /etc/apt/apt.conf.d/ca_bundle; \
-    # This Python belongs to the image: pip may install into a user's own folder.
+    # Allow pip to install into a user's home folder.
     rm -f /usr/lib/python3*/EXTERNALLY-MANAGED; \
     ln -s python3 /usr/bin/python; \
-    # A viewer for link-time optimised objects and a static Python, 60 MB that nothing here links.
+    # Remove a viewer for link-time optimised objects and a static Python: 60 MB that nothing here uses.
     rm -f /usr/bin/*-lto-dump-* /usr/lib/python3.11/config-*/libpython3.11*.a
 
 
-# --- Python packages: a layer of its own, made anew only when the lock changes --------------------------------------
+# --- Python packages: a separate layer, rebuilt only when the lock changes ------------------------------------------
 FROM system AS runtime
 
 ARG PIP_INDEX_URL=
 WORKDIR /opt/trainstation
 COPY requirements.lock docker/slim.sh ./
-# uv itself comes by the lock's hash too. Byte code is compiled now: the user who runs it cannot write beside it, and
-# would compile it at each start. pip's cache is a mount, and no part of the image.
+# uv itself is checked by the lock's hash too. Byte code is compiled now, because `dev` cannot write beside the
+# modules and would compile them at each start. pip's cache is a mount and not part of the image.
 # hadolint ignore=DL3042
 RUN --mount=type=cache,target=/root/.cache \
     --mount=type=secret,id=ca_bundle \
@@ -86,36 +85,36 @@ RUN --mount=type=cache,target=/root/.cache \
     UV_LINK_MODE=copy uv pip install --system --require-hashes --no-deps --compile-bytecode -r requirements.lock; \
     rm /tmp/uv.lock; \
     ./slim.sh; \
-    # What is left imports and computes.
+    # Check that the remaining packages import and compute.
     python3 -c 'import torch, torchvision, triton, scipy.stats, sklearn.datasets, matplotlib.pyplot; torch.ones(2) @ torch.ones(2)'
 
 # --- the station: the account, the services' settings, the package --------------------------------------------------
 RUN useradd --create-home --uid 1000 --user-group --shell /bin/bash --comment "works here" dev; \
-    # A star is no password that fits; the exclamation mark useradd leaves would lock the account for keys too.
+    # No password matches a star. The exclamation mark that useradd leaves would lock the account for keys too.
     usermod -p '*' dev; \
     mkdir -p /workspace /datasets /etc/trainstation/hostkeys /opt/trainstation/checkout; \
-    # The mounted package, for Python's path (trainstation.pth).
+    # trainstation.pth puts this link to the mounted package on Python's path.
     ln -s /workspace/train /opt/trainstation/checkout/train; \
     mkdir -m 700 /etc/trainstation/private; \
-    # /etc/gitconfig lets git work in /workspace, whoever owns it; not for root, who would run dev's hooks there.
+    # /etc/gitconfig lets git work in /workspace, whoever owns it. Root is excluded: it would run dev's hooks there.
     printf '[safe]\n\tdirectory =\n' >/root/.gitconfig; \
     chown dev:dev /workspace
 COPY docker/rootfs/ /
 COPY entrypoint.sh /usr/local/bin/entrypoint
 COPY train/ /opt/trainstation/train/
-# No program gives whoever starts it another user's or group's rights, or a capability: nothing here needs that, and one
-# with a capability that the container has not does not even start. (The stage before has set pipefail.)
+# No program may give its caller the rights of another user or group, or a capability. Nothing here needs that, and a
+# program with a capability that the container lacks does not even start. (The stage above has set pipefail.)
 # hadolint ignore=DL4006
 RUN find / -xdev -perm /6000 -exec chmod a-s {} +; \
     getcap -r / 2>/dev/null | cut -d ' ' -f 1 | xargs --no-run-if-empty --max-args 1 setcap -r; \
     python3 -I -m compileall -q /opt/trainstation/train /usr/local/lib/trainstation \
         /usr/local/lib/python3.11/dist-packages/trainstation_folders.py
 
-# The same variables reach every way in (docker exec, ssh, Jupyter, tmux): what is set here is there for all of them,
-# see docker/rootfs/usr/local/lib/trainstation/steps/60-environment.
-# PATH has only folders that root alone can write: `docker exec` is root by default. What dev installs in ~/.local/bin is
-# added where dev's processes start (steps/60-environment).
-# No CUDA folder is in LD_LIBRARY_PATH: it would take precedence over the libraries PyTorch was built with.
+# These variables reach every way in (docker exec, ssh, Jupyter, tmux), by
+# docker/rootfs/usr/local/lib/trainstation/steps/60-environment.
+# PATH has only folders that only root can write, because `docker exec` is root by default. The same step adds
+# ~/.local/bin to the PATH of dev's processes.
+# LD_LIBRARY_PATH has no CUDA folder: it would come before the libraries that PyTorch was built with.
 # NVIDIA_REQUIRE_CUDA: PyTorch's CUDA 12.6 libraries run on every driver of the 12 series, from 525 on.
 ENV PATH=/usr/local/cuda/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin \
     LANG=C.UTF-8 \
@@ -139,14 +138,14 @@ LABEL org.opencontainers.image.title="trainstation" \
       trainstation.cuda.compiler="12.1" \
       trainstation.cuda.libraries="12.6"
 
-# Not /workspace: root's programs that look in the current folder find nothing of dev's. as-dev goes there.
+# Not /workspace, so that root's programs find no file of dev in the current folder. as-dev changes to /workspace.
 WORKDIR /
 EXPOSE 8888 2222
-# A start is given five minutes: where training holds every core, JupyterLab takes more than one.
+# Allow five minutes for a start: JupyterLab needs more than one while training uses every core.
 HEALTHCHECK --interval=15s --timeout=10s --start-period=300s --retries=3 CMD ["/usr/local/bin/station-health"]
-# tini reaps what tmux and the services leave behind; -g is not given: a run is stopped by its keeper, not by a signal
-# that reaches all its processes at once.
-# Root starts the services and maps the user; sshd needs it, everything else runs as dev.
+# tini collects processes that tmux and the services leave behind. It gets no -g, because the keeper stops the runs,
+# and a signal to all their processes at once would not save them. Root starts the services and sets dev's user
+# number. sshd needs root; everything else runs as dev.
 # checkov:skip=CKV_DOCKER_8: as above
 # hadolint ignore=DL3002,DL3066
 USER root

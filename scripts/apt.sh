@@ -1,17 +1,17 @@
 # shellcheck shell=bash
-# Sourced by the scripts that use the distribution's packages; they have say and die.
+# Installs packages of the distribution. Sourced by scripts that define say and die.
 
-# archive_of SUITE: the address of its main archive as this machine's apt knows it; nothing where it knows none.
+# archive_of SUITE: print the address of its main archive from this machine's apt settings; nothing if there is none.
 archive_of() {
     # shellcheck disable=SC2016 # apt's own variables
     apt-get indextargets --format '$(CREATED_BY) $(REPO_URI) $(CODENAME) $(COMPONENT)' 2>/dev/null |
         awk -v suite="$1" '$1 == "Packages" && $3 == suite && $4 == "main" {print $2; exit}'
 }
 
-# apt_install PACKAGE…: waits for another apt's lock as apt itself can; what goes wrong apt says.
+# apt_install PACKAGE…: install packages. Waits up to 300 s for the lock of another apt. apt prints its own errors.
 apt_install() {
-    command -v apt-get >/dev/null || die "missing here: $*; install it with this system's package manager"
-    [ "$(id -u)" = 0 ] || die "missing here: $*; please run: sudo apt-get install -y $*"
+    command -v apt-get >/dev/null || die "missing: $*; install it with this system's package manager"
+    [ "$(id -u)" = 0 ] || die "missing: $*; to install it: sudo apt-get install -y $*"
     say "installing $* with apt-get"
     {
         apt-get -qq update &&

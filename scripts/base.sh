@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
 # Builds the base image from Debian's archive, for an engine that reaches no image registry.
 #
-#     make base            (as root; `make up` does it by itself when it has to)
+#     make base            (as root; `make up` calls it when needed)
 #
-# What comes out is what debian:bookworm-slim is: Debian 12's minimal system, no documentation, no package
-# lists. The mirror is the one this machine's own apt uses, or APT_MIRROR.
+# The result equals debian:bookworm-slim: Debian 12's minimal system without documentation and package lists. It uses
+# APT_MIRROR, or the mirror of this machine's apt.
 set -euo pipefail
 
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -19,7 +19,7 @@ say() { printf 'base: %s\n' "$*"; }
 die() { printf 'base: %s\n' "$*" >&2; exit 1; }
 
 docker info >/dev/null 2>&1 || die "no Docker engine answers; to install and start one: make engine"
-! docker image inspect "$tag" >/dev/null 2>&1 || { say "$tag is there already (again: docker image rm $tag)"; exit; }
+! docker image inspect "$tag" >/dev/null 2>&1 || { say "$tag exists already (to build it again, first: docker image rm $tag)"; exit; }
 [ "$(id -u)" = 0 ] || die "building a base image needs root: sudo make base"
 # shellcheck source=scripts/apt.sh
 . scripts/apt.sh
@@ -27,7 +27,7 @@ docker info >/dev/null 2>&1 || die "no Docker engine answers; to install and sta
 . scripts/progress.sh
 { command -v debootstrap && [ -e "$keyring" ]; } >/dev/null || apt_install debootstrap debian-archive-keyring
 
-# As apt on this machine knows it; on Ubuntu there is none, and debootstrap's own default stands.
+# The mirror of this machine's apt. Ubuntu's apt has none for Debian, so debootstrap's default is used there.
 mirror=${APT_MIRROR:-$(archive_of bookworm)}
 mirror=${mirror%/}
 
@@ -43,14 +43,15 @@ with_progress base how_far bootstrap || {
 }
 rm -f "$root.log"
 
-# Debootstrap knows one archive; updates and security fixes come from the two beside it.
+# debootstrap uses one archive. Updates and security fixes come from the two beside it.
 : "${mirror:=$(awk '$1 == "deb" {print $2; exit}' "$root/etc/apt/sources.list")}"
 security=""
 [ "${APT_MIRROR:-}" ] || security=$(archive_of bookworm-security) || :
 rm -f "$root/etc/apt/sources.list"
 docker/debian-sources.sh "$mirror" "$security" >"$root/etc/apt/sources.list.d/debian.sources"
 
-# As the slim image does: no manuals, no documentation but the licences, no translations; also for packages to come.
+# Like the slim image: no manuals, no translations, and of the documentation only the licences. This also applies to
+# packages installed later.
 cat >"$root/etc/dpkg/dpkg.cfg.d/slim" <<'SLIM'
 path-exclude /usr/share/doc/*
 path-include /usr/share/doc/*/copyright

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# A first run from start to end: two processes learn scanned digits inside tmux, then the weights are exported and the
-# curves drawn. `make demo` runs this; arguments go to `train launch`, as in `make demo ARGS="--nproc 1"`.
+# Trains a first run: two processes learn scanned digits inside tmux. Then it exports the weights and draws the curves.
+# `make demo` runs this. Arguments go to `train launch`, for example `make demo ARGS="--nproc 1"`.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -11,10 +11,10 @@ runs=${TRAIN_RUNS:-runs}
 export TRAIN_RUNS=$runs
 mkdir -p "$runs"
 
-name=demo-$(date +%Y%m%d-%H%M%S)-$$ # another demo may start in the same second
+name=demo-$(date +%Y%m%d-%H%M%S)-$$ # with the process number, because another demo may start in the same second
 
-echo "Training digits as $name, two processes in tmux; Ctrl-C stops the watching, not the run."
-trap : INT # the run goes on, and so does this script, to see how things stand
+echo "Training digits as run $name, with two processes in tmux. Ctrl-C ends the display, not the run."
+trap : INT # the run continues, and this script too, to look at the run's state
 status=0
 "${train[@]}" launch digits --name "$name" --nproc 2 --follow "$@" || status=$?
 trap - INT
@@ -26,14 +26,14 @@ fi
 read -r state accuracy < <("${train[@]}" show "$name" --json | "$python" -c 'import json, sys
 record = json.load(sys.stdin)
 print(record["state"], round((record.get("metrics") or {}).get("accuracy", 0), 4))')
-[ "$state" = finished ] || exit 0 # no longer watched; train has said how to come back to it
+[ "$state" = finished ] || exit 0 # the user ended the display; train has printed how to return to the run
 
 "${train[@]}" export "$name" --to "$runs/$name/model.safetensors" >/dev/null
 "${train[@]}" plot "$name" --to "$runs/$name/plot.png" >/dev/null
 checkpoints=("$runs/$name"/checkpoints/step-*) # their names sort by step
 
 activate=""
-type -P train >/dev/null || activate=$'\n  . .venv/bin/activate             puts train on this shell\'s PATH'
+type -P train >/dev/null || activate=$'\n  . .venv/bin/activate             put train on the PATH of this shell'
 cat <<EOT
 
 test accuracy  $accuracy
@@ -42,14 +42,14 @@ weights        $runs/$name/model.safetensors
 curves         $runs/$name/plot.png
 
 What to type next:$activate
-  train ls                         all runs
-  train show $name  what became of this one
-  train logs $name  what its processes printed
-  train launch digits --name mine --nproc 2 --epochs 200
-                                   a longer one; it outlives this terminal
-  train attach mine                its live screen (leave with Ctrl-b d)
-  train stop mine                  saves a checkpoint and stops
-  train resume mine                continues as if nothing had happened
-  train launch my_task.py          a task of your own, see README
-  make help                        everything else
+  train ls                         list all runs
+  train show $name  show this run
+  train logs $name  print the output of its processes
+  train launch digits --name demo1 --nproc 2 --epochs 200
+                                   start a longer run, which outlives this terminal
+  train attach demo1               open its live terminal (leave with Ctrl-b d)
+  train stop demo1                 save a checkpoint and stop
+  train resume demo1               continue from that checkpoint
+  train launch my_task.py          train your own task, see README
+  make help                        list everything else
 EOT

@@ -1,18 +1,18 @@
 #!/bin/sh
-# Keep machines of the same network away from containers: before Docker 28, a machine that adds a route to a container's
-# network reaches every port that is published on 127.0.0.1 alone.
+# Keeps machines of the same network away from containers. Before Docker 28, a machine that adds a route to a
+# container's network reaches every port that is published on 127.0.0.1 only.
 #
-#     firewall.sh set      (as root) set the rules, now and before each start of the engine where systemd starts it
-#     firewall.sh check    exit code 0 where they are set
+#     firewall.sh set      (as root) set the rules now, and with systemd before each start of the engine
+#     firewall.sh check    exit code 0 if they are set
 #
-# The rules say what Docker 28 does by itself: nobody outside opens a connection to a container's own address. Published
-# ports stay as they are (DNAT). Docker keeps the chain DOCKER-USER as it is, also when it restarts. The copy that systemd
-# runs is root's file: this checkout may be another user's.
+# The rules do what Docker 28 does itself: no machine outside opens a connection to a container's own address.
+# Published ports work as before (DNAT). Docker keeps the chain DOCKER-USER, also when it restarts. systemd runs a
+# copy that root owns, because this checkout may belong to another user.
 set -eu
 
 copy=/usr/local/sbin/trainstation-firewall
 unit=/etc/systemd/system/docker.service.d/trainstation-firewall.conf
-mark=/run/trainstation-firewall # for those who may not ask iptables; gone after a boot, as the rules are
+mark=/run/trainstation-firewall # for users who may not call iptables; a boot removes it and the rules
 
 say() { echo "firewall: $*"; }
 die() { echo "firewall: $*" >&2; exit 1; }
@@ -23,7 +23,7 @@ are_set() {
 
 set_rules() {
     iptables -w 5 -N DOCKER-USER 2>/dev/null || :
-    # All of the chain at once: no moment without it. docker0 and br-… are the bridges that Docker makes.
+    # Replace the whole chain at once, so that it is never missing. docker0 and br-… are Docker's bridges.
     iptables-restore -w 5 --noflush <<'RULES'
 *filter
 :TRAINSTATION - [0:0]

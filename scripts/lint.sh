@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Every check, also after one has failed: a person wants all complaints at once. `make lint` runs this.
+# Runs every check, also after one has failed, to show all complaints at once. `make lint` runs this.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -16,7 +16,7 @@ check() {
     "$@" || failed+=("$what")
 }
 
-# Shell files have no common ending (.ci/run, for one), so the first line decides.
+# Shell files have no common ending (for example .ci/run), so the first line decides.
 check_shell() {
     local files file
     mapfile -t files < <(git ls-files --cached --others --exclude-standard -- ':!*.sbatch' | while IFS= read -r file; do

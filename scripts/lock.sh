@@ -1,10 +1,11 @@
 #!/usr/bin/env bash
-# Writes requirements.lock from pyproject.toml: every extra but bench (other trainers, to compare with), Python 3.11 and later, hashes, no address of an index.
-# Known versions are kept: `make lock ARGS=--upgrade` moves them, `make lock ARGS="-P numpy"` moves one.
+# Writes requirements.lock from pyproject.toml: every extra except bench (other trainers, for comparison), Python 3.11
+# and later, with hashes, without the address of an index. It keeps known versions. `make lock ARGS=--upgrade` updates
+# all, `make lock ARGS="-P numpy"` updates one.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-# pyproject.toml names what the package runs on; these are what it is tested on and what the image ships.
+# pyproject.toml names the versions that the package runs on. These are the tested versions, which the image ships.
 pins='torch==2.7.1
 torchvision==0.22.1'
 
@@ -13,7 +14,7 @@ trap 'rm -rf "$work"' EXIT
 
 PATH=$PWD/.venv/bin:$PATH
 
-# One index, the public one or its mirror: builds that only this machine knows must not get in.
+# Use one index, the public one or its mirror, so that no build of this machine gets into the lock.
 # shellcheck source=scripts/uv-like-pip.sh
 . scripts/uv-like-pip.sh
 uv_like_pip python
@@ -30,7 +31,7 @@ uv pip compile pyproject.toml --quiet "${extras[@]}" --universal --python-versio
     --no-emit-index-url --no-emit-find-links --annotation-style line \
     --constraints "$work/pins.txt" --custom-compile-command 'make lock' -o "$work/requirements.lock" "$@"
 
-# uv names the constraints by their file, which is gone by now.
+# uv names the constraints by a temporary file: remove these references.
 sed -i "s|-c $work/pins.txt, ||; s|, -c $work/pins.txt||" "$work/requirements.lock"
 if grep -nE '://|file:|^-|==[^ ;]*\+| @ |/tmp/' "$work/requirements.lock"; then
     echo "lock: the lines above tie the lock to this machine or to an index; requirements.lock is unchanged." >&2

@@ -1,19 +1,18 @@
-"""Copy standard input to standard output without what steers a terminal: python3 -I -S printable.py"""
+"""Copy standard input to standard output without control characters for terminals: python3 -I -S printable.py"""
 
 import re
 import sys
 
 STEERS = re.compile(rb"\x1b\[[0-?]*[ -/]*[@-~]|[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]|\xc2[\x80-\x9f]")
-"""Sequences of ESC [, which would leave letters behind, and all control characters but tab and ends of lines; those of
-two bytes in UTF-8 too."""
+"""Sequences that begin with ESC [, and all control characters except tab and newline, also of two bytes in UTF-8."""
 
 
 def main() -> None:
-    """Pass on what there is at once: a question without an end of line is waiting for its answer."""
-    held = b""  # half of a character, whose other half may come
+    """Pass on input at once, because a question without a newline may be waiting for an answer."""
+    held = b""  # the first half of a character whose second half may follow
     while data := sys.stdin.buffer.read1(65536):
         text = held + data
-        while text != (text := STEERS.sub(b"", text)):  # what was taken out may have stood between two halves
+        while text != (text := STEERS.sub(b"", text)):  # removing a sequence may join the halves of another one
             pass
         held = b"\xc2" if text.endswith(b"\xc2") else b""
         sys.stdout.buffer.write(text[: len(text) - len(held)])

@@ -1,9 +1,9 @@
 # shellcheck shell=bash
-# Shows that a long command is at work. Sourced by the scripts that have one.
+# Shows the progress of a long command. Source it.
 
-# with_progress WHAT HOW_FAR COMMAND…: runs the command and shows WHAT, what the function HOW_FAR prints, and the seconds. On
-# a terminal that is one line that moves; elsewhere a line every 30 seconds. The command is in the foreground, so Ctrl-C
-# ends it.
+# with_progress WHAT HOW_FAR COMMAND…: run the command and show WHAT, the output of the function HOW_FAR, and the
+# seconds. On a terminal it rewrites one line; elsewhere it prints a line every 30 seconds. The command runs in the
+# foreground, so Ctrl-C ends it.
 with_progress() {
     local what=$1 how_far=$2 reporter status=0
     shift 2

@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# One run on all GPUs of this machine, or on two CPU processes where there is none; followed to its end.
+# Trains one run on all GPUs of this machine, or with two processes on the CPU, and shows its output until the end.
 #
-#     scripts/run-single-node.sh digits --name first --epochs 5
+#     scripts/run-single-node.sh digits --name demo1 --epochs 5
 #
-# It runs in tmux and goes on when this terminal is closed. Inside the station `train` is there; on a machine without
-# one the environment of `make setup` is used. With --torchrun first, torchrun itself starts the ranks, each a
-# `train run`, in a tmux session of its own (docs/scripts.md says what differs then).
+# The run is in tmux and continues when this terminal is closed. Outside the station the environment of `make setup` is
+# used. With --torchrun as the first argument, torchrun itself starts the ranks, each a `train run`, in a separate tmux
+# session (docs/scripts.md explains the differences).
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -18,7 +18,7 @@ if [ "${1:-}" = --torchrun ]; then
     shift
 fi
 if [ $# -eq 0 ] || [ "${1#-}" != "$1" ]; then
-    refuse "say what to train: [--torchrun] TASK [--name NAME] [--FIELD VALUE …]"
+    refuse "name a task to train: [--torchrun] TASK [--name NAME] [--FIELD VALUE …]"
 fi
 [ ${#torchrun[@]} = 0 ] || torchrun_in_tmux "$@"
 exec "${train[@]}" launch "$@" --nproc "$(ranks_here)" --follow

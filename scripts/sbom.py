@@ -1,4 +1,4 @@
-"""Prints what an image is made of, as CycloneDX: the packages of Debian and of Python, and NVIDIA's compiler.
+"""Print the parts of an image as CycloneDX: the packages of Debian and of Python, and NVIDIA's compiler.
 
 scripts/sbom.sh runs it inside the image: python3 -I - IMAGE ID CREATED.
 """
@@ -15,7 +15,7 @@ from urllib.parse import quote
 
 
 def components() -> Iterator[tuple[str, str, str]]:
-    """Each with its name, version and package URL; Debian's with its source package, by which advisories go."""
+    """Yield name, version and package URL of each package; Debian's with the source package that advisories name."""
     form = "${db:Status-Status} ${Package} ${Version} ${Architecture} ${source:Package}\\n"
     for line in _output("dpkg-query", "-W", "-f", form).splitlines():
         state, name, version, architecture, source = line.split()

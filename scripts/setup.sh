@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Makes .venv at the root hold exactly requirements.lock and this package. `make setup` and all that needs it run this;
-# when nothing changed it returns at once.
+# Makes .venv at the root hold exactly requirements.lock and this package. `make setup` and all targets that need
+# .venv run this. It returns at once if nothing changed.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -10,7 +10,7 @@ trap 'exit 130' INT
 
 # shellcheck source=scripts/progress.sh
 . scripts/progress.sh
-# quietly LABEL COMMAND…: its output shows only when it fails.
+# quietly LABEL COMMAND…: run a command and show its output only if it fails.
 quietly() {
     local log
     say "$1"
@@ -25,7 +25,7 @@ quietly() {
 logged() { "$@" >"$log" 2>&1 </dev/null; }
 size_of_venv() { printf '%d MB' "$(du -sm .venv | cut -f 1)"; }
 
-need() { # need PACKAGE…: what the system has to provide
+need() { # need PACKAGE…: install packages of the system
     # shellcheck source=scripts/apt.sh
     . scripts/apt.sh
     apt_install "$@"
@@ -38,12 +38,12 @@ command -v tmux >/dev/null || need tmux
 # The image's Python has everything; the mounted .venv, if any, belongs to the host.
 [ "${TRAINSTATION_IMAGE:-}" != 1 ] || exit 0
 
-# A link is somebody's choice, as for a second worktree: it stays, and so does what it leads to.
+# A link was made on purpose, for example in a second worktree. Keep it and its target.
 if [ -L .venv ]; then
     place=$(readlink .venv)
-    .venv/bin/python -c '' 2>/dev/null || die ".venv is a link to $place, where no environment is: make setup there, or rm .venv"
+    .venv/bin/python -c '' 2>/dev/null || die ".venv is a link to $place, which holds no environment: run make setup there, or rm .venv"
     cmp -s requirements.lock "$(cat .venv/.home 2>/dev/null)/requirements.lock" ||
-        say ".venv is a link to $place, whose packages may not be those of requirements.lock here; make setup is for there."
+        say ".venv is a link to $place, whose packages may differ from requirements.lock here; run make setup there."
     exit 0
 fi
 
@@ -56,17 +56,17 @@ if ! flock --nonblock 9; then
 fi
 version_of() { "$1" -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null; }
 if [ -n "${PYTHON:-}" ] && have=$(version_of .venv/bin/python) && [ "$have" != "$(version_of "$PYTHON")" ]; then
-    die ".venv has Python $have, which PYTHON=$PYTHON is not; run make clean first to change it."
+    die ".venv has Python $have, and PYTHON=$PYTHON is another version; to change it, run make clean first."
 fi
-# The folder is part of the key: an environment that was moved has the old path in all of its scripts.
+# The folder is part of the key, because a moved environment has the old path in all its scripts.
 key=$({ pwd; cat requirements.lock pyproject.toml scripts/setup.sh; } | sha256sum | cut -d' ' -f1)
 stamp=.venv/.setup
 if [ "$(cat "$stamp" 2>/dev/null)" = "$key" ] && .venv/bin/python -c '' 2>/dev/null; then exit 0; fi
 
-# --- a Python for whose version torch's locked wheels exist
+# --- a Python of a version for which torch's locked wheels exist
 
-# Prints the interpreter behind a name. A name alone proves nothing: version managers leave names on the PATH that only
-# print an error, and .venv itself may be on it.
+# Print the interpreter behind a name. The name alone proves nothing: version managers put names on PATH that only
+# print an error, and .venv itself may be on PATH.
 suitable() {
     "$1" -c 'import sys
 if not (3, 11) <= sys.version_info[:2] <= (3, 13): sys.exit(1)
@@ -82,9 +82,9 @@ find_python() {
 }
 if ! find_python; then
     ! command -v python3 >/dev/null || die "Python 3.11 to 3.13 is needed, found $(python3 --version 2>&1 | head -n 1):" \
-        "install one and name it, as in: make setup PYTHON=/path/to/python3.12"
+        "install one and name it, for example: make setup PYTHON=/path/to/python3.12"
     need python3 python3-venv
-    find_python || die "no Python 3.11 to 3.13 after apt-get: install one and name it with PYTHON="
+    find_python || die "apt-get installed no Python 3.11 to 3.13: install one and name it, for example: make setup PYTHON=/path/to/python3.12"
 fi
 "$python" -c 'import ensurepip, venv' 2>/dev/null ||
     need "$("$python" -c 'import sys; print("python%d.%d-venv" % sys.version_info[:2])')"
@@ -94,13 +94,13 @@ fi
 if [ -e .venv ] && {
     [ "$(cat "$stamp" 2>/dev/null)" = unfinished ] || [ "$(cat .venv/.home 2>/dev/null)" != "$PWD" ] || ! suitable .venv/bin/python >/dev/null
 }; then
-    say "making .venv anew: its setup was interrupted, it was moved, or its Python is gone."
+    say "creating .venv again: its setup was interrupted, it was moved, or its Python is gone."
     rm -rf .venv
 fi
 started=$SECONDS
 if [ ! -e .venv ]; then
-    say "$("$python" --version) in .venv; the first time downloads about 3 GB and takes 6 GB of disk."
-    quietly "making .venv" "$python" -m venv .venv || die "could not make .venv, see above."
+    say "$("$python" --version) in .venv; the first setup downloads about 3 GB and needs 6 GB of disk."
+    quietly "creating .venv" "$python" -m venv .venv || die "could not create .venv, see above."
 fi
 echo unfinished >"$stamp"
 pwd >.venv/.home
@@ -113,13 +113,13 @@ install() {
     # shellcheck source=scripts/uv-like-pip.sh
     . scripts/uv-like-pip.sh
     uv_like_pip "$venv_python"
-    # Python keeps compiled modules at their first import. Where that is off, as in many containers, each process
-    # would compile torch anew, for twice the time of its start.
+    # Python caches compiled modules at their first import. If that is off, as in many containers, each process would
+    # compile torch again and start twice as slowly.
     [ -z "${PYTHONDONTWRITEBYTECODE:-}" ] || export UV_COMPILE_BYTECODE=1
     .venv/bin/uv pip install --python "$venv_python" --require-hashes --no-deps -r requirements.lock &&
         .venv/bin/uv pip install --python "$venv_python" --no-deps --no-build-isolation -e . # with the locked setuptools
 }
-quietly "installing the packages" install || die "the packages could not be installed, see above."
+quietly "installing the packages" install || die "could not install the packages, see above."
 
 echo "$key" >"$stamp.new"
 mv "$stamp.new" "$stamp"

@@ -1,6 +1,6 @@
 # shellcheck shell=bash disable=SC2154,SC2034 # mode, image: from other parts of station.sh; lowered: for them
-# What can be wrong before the station starts, each in one line that says what to do. Sourced by station.sh, which
-# runs these before it makes or changes anything.
+# Checks before the station starts. Each says in one line what is wrong and what to do. Sourced by station.sh, which
+# runs them before it creates or changes anything.
 
 check_engine() {
     local answer version
@@ -10,28 +10,28 @@ check_engine() {
     esac
     version=$(docker compose version --short 2>/dev/null) || version=none
     case ${version#v} in
-        none | 1.* | 2.[0-9].* | 2.1[0-9].* | 2.2[0-3].*) die "docker compose 2.24 or newer is needed, and here is $version: make engine, as root" ;;
+        none | 1.* | 2.[0-9].* | 2.1[0-9].* | 2.2[0-3].*) die "docker compose 2.24 or newer is needed, found $version: make engine installs it, as root" ;;
     esac
 }
 
-# An engine that maps everybody inside to users of its own lets nobody in there write to the checkout.
+# In an engine that maps users, no user inside can write to the checkout.
 check_users() {
     local number
     engine_options=$(docker info -f '{{.SecurityOptions}}' 2>/dev/null)
     [[ $engine_options != *name=userns* ]] ||
-        die "this engine maps users (userns-remap), so nobody inside could write to this checkout: use an engine without, or a rootless one"
-    # In a checkout of root's, dev inside is a user whom this machine does not know: a person of the host with dev's number
-    # would read the token and write in runs.
+        die "this engine maps users (userns-remap), so no user inside could write to this checkout: use an engine without it, or a rootless one"
+    # In a checkout owned by root, dev must have a number that no user of this machine has. Such a user could read the
+    # token and write to the runs.
     if [ "$(owner_of .)" = 0 ] && [ -z "$(setting DEV_UID)" ]; then
         number=$(sed -n 's/^unknown_user=//p' docker/rootfs/usr/local/lib/trainstation/steps/10-validate)
         ! { getent passwd "$number" || getent group "$number"; } >/dev/null 2>&1 ||
-            die "this checkout belongs to root, and the user it would work as, $number, exists here: set DEV_UID and DEV_GID in .env to a number that does not"
-        say "this checkout belongs to root: inside, work is done as user $number, whom this machine does not know"
+            die "this checkout belongs to root, and its user inside, $number, also exists on this machine: set DEV_UID and DEV_GID in .env to a number that does not"
+        say "this checkout belongs to root: inside, dev is user $number, which this machine does not know"
     fi
 }
 
-# Before Docker 28, machines of the same network pass BIND_ADDRESS (scripts/firewall.sh). An engine that was started anew by
-# hand, or a firewall that was loaded anew, may have lost the rule.
+# Before Docker 28, machines of the same network get past BIND_ADDRESS (scripts/firewall.sh). A restart of the engine by
+# hand, or a reload of the firewall, may have removed the rule.
 check_neighbours() {
     local engine
     engine=$(docker info -f '{{.ServerVersion}} {{.OperatingSystem}}')
@@ -43,7 +43,7 @@ check_neighbours() {
     fi
 }
 
-# Compose files besides this checkout's own, from COMPOSE_FILE. One that dev can write to would be dev's way out.
+# Print the compose files in COMPOSE_FILE besides the station's. One that dev can write to would be dev's way out.
 more_files() {
     local IFS=: file
     for file in $(setting COMPOSE_FILE); do
@@ -53,23 +53,23 @@ more_files() {
 check_compose_files() {
     local file
     while IFS= read -r file; do
-        [ -f "$file" ] || die "COMPOSE_FILE names $file, which is not there"
+        [ -f "$file" ] || die "COMPOSE_FILE names $file, which does not exist: correct that line in .env"
         check_place COMPOSE_FILE "$file"
     done < <(more_files)
     config=$(compose config --format json station 2>&1) || die "docker compose cannot read the settings: $(tail -n 1 <<<"$config")"
 }
-# Shared memory is taken from the machine's and is not given back under pressure: it gets half of it at most.
+# Limit shared memory to half of the machine's memory, because it is not given back under pressure.
 check_shared_memory() {
     local memory limit
     memory=$(docker info -f '{{.MemTotal}}') limit=$(bytes_of mem_limit)
-    [ "${limit:-0}" = 0 ] || [ "$limit" -ge 1073741824 ] || die "MEMORY=$(setting MEMORY): it is 1g or more"
+    [ "${limit:-0}" = 0 ] || [ "$limit" -ge 1073741824 ] || die "MEMORY=$(setting MEMORY): it must be 1g or more"
     [ "${limit:-0}" = 0 ] || [ "$limit" -gt "$memory" ] || memory=$limit
     [ "$(bytes_of shm_size)" -gt $((memory / 2)) ] || return 0
     export SHM_SIZE=$((memory / 2097152))m
     lowered+=(SHM_SIZE "$SHM_SIZE")
-    say "SHM_SIZE is more than half of the memory ($((memory / 1048576)) MB): it becomes $SHM_SIZE, in .env"
+    say "SHM_SIZE is more than half of the memory ($((memory / 1048576)) MB): lowered to $SHM_SIZE in .env"
 }
-# Whoever starts processes without end in the station must leave the machine some: the kernel has so many numbers for them.
+# Limit the processes of the station to half of what the kernel allows, so that the machine keeps some.
 check_processes() {
     local most limit
     most=$(cat /proc/sys/kernel/pid_max /proc/sys/kernel/threads-max 2>/dev/null | sort -n | head -n 1)
@@ -77,31 +77,31 @@ check_processes() {
     [ -n "$most" ] && [ "$limit" -gt $((most / 2)) ] || return 0
     export PIDS_LIMIT=$((most / 2))
     lowered+=(PIDS_LIMIT "$PIDS_LIMIT")
-    say "PIDS_LIMIT=$limit is more than half of the processes that this machine can have ($most): it becomes $PIDS_LIMIT, in .env"
+    say "PIDS_LIMIT=$limit is more than half of the processes that this machine can have ($most): lowered to $PIDS_LIMIT in .env"
 }
-bytes_of() { sed -nE "s/^ *\"$1\": \"([0-9]+)\",?$/\1/p" <<<"$config"; } # of the station, as compose reads them
+bytes_of() { sed -nE "s/^ *\"$1\": \"([0-9]+)\",?$/\1/p" <<<"$config"; } # a setting of the station, as compose reads it
 
-# check_place NAME PATH: what lies in a folder that is writable inside is dev's to replace, by a link to anywhere; the
-# engine follows it at each start, also where nobody asks make. docker-compose.yml lists those folders.
+# check_place NAME PATH: refuse a path in a folder that is writable inside. dev could replace it by a link to
+# anywhere, and the engine follows that link at each start, also without make. docker-compose.yml lists these folders.
 check_place() {
     local folder here place runs
     here=$(cd -P . && printf '%s' "$PWD")
     place=$(cd -P -- "$(dirname -- "$2")" 2>/dev/null && printf '%s/%s' "$PWD" "$(basename -- "$2")") || return 0
     runs=$(cd -P -- "$(expand "$(setting RUNS_DIR ./runs)")" 2>/dev/null && printf '%s' "$PWD") || runs=$here/runs
-    [ -z "$(setting RUNS_DIR)" ] || [[ $here/ != "${runs%/}"/* ]] || die "RUNS_DIR=$(setting RUNS_DIR) holds this checkout, all of which user dev inside could then change: name another folder"
+    [ -z "$(setting RUNS_DIR)" ] || [[ $here/ != "${runs%/}"/* ]] || die "RUNS_DIR=$(setting RUNS_DIR) holds this checkout, so user dev inside could change all of it: name another folder"
     for folder in "$here"/{train,tests,notebooks,projects,docs,runs,datasets} "$runs"; do # runs may be kept elsewhere
-        [[ $place != "$folder"/* ]] || die "$1=$2 lies in ${folder#"$here"/}/, where user dev inside can put anything else in its place: move it out of there"
+        [[ $place != "$folder"/* ]] || die "$1=$2 lies in ${folder#"$here"/}/, where user dev inside can put anything in its place: move it out of there"
     done
 }
 
-# check_folder NAME FOLDER: where the protection is or was lifted, dev could replace a folder of the checkout, ./runs for one;
-# so a link in it is not followed: it could lead to the host's root.
+# check_folder NAME FOLDER: refuse a link inside the checkout. Without PROTECT_CHECKOUT dev could replace a folder, for
+# example ./runs, by a link to the host's root.
 check_folder() {
     local path=$2
     while [[ $path == *//* ]]; do path=${path//\/\//\/}; done
     path=${path%/} path=${path#"$PWD"/}
     while [[ $path != /* && $path != . ]]; do
-        [ ! -L "$path" ] || die "$path is a link to $(readlink "$path"): name that folder itself in .env, as $1, if it is what you mean"
+        [ ! -L "$path" ] || die "$path is a link to $(readlink "$path"): if you want that folder, name it itself as $1 in .env"
         path=$(dirname -- "$path")
     done
 }
@@ -112,18 +112,18 @@ check_form() { # NAME DEFAULT PATTERN WHAT
 check_settings() {
     local bind key data runs cores network free left
     left=$(grep -m 1 'REPLACE_WITH_' <<<"$settings" | sed -E 's/^ *"(.*)": "(.*)",?$/\1=\2/') || :
-    [ -z "$left" ] || die "$left in .env is a placeholder: fill in what it asks for, or remove that line"
+    [ -z "$left" ] || die "$left in .env is a placeholder: replace it, or remove that line"
     check_form GPUS all 'all|none|[1-9][0-9]*|([0-9]+,)+[0-9]*' "all, none, a count such as 2, or ids such as 0,1 (a single id: 2,)"
     bind=$(setting BIND_ADDRESS 127.0.0.1)
     if [ "$bind" != 0.0.0.0 ] && [ "$bind" != '[::]' ] && command -v ip >/dev/null; then
         [[ " $(ip -o addr show | awk '{ sub("/.*", "", $4); print ($3 == "inet6") ? "[" $4 "]" : $4 }' | tr '\n' ' ')" == *" $bind "* ]] ||
-            die "BIND_ADDRESS=$bind is no address of this machine: 127.0.0.1 for this machine only, 0.0.0.0 for the network, IPv6 as in [::1]"
+            die "BIND_ADDRESS=$bind is no address of this machine: use 127.0.0.1 for this machine only, 0.0.0.0 for the network, or IPv6 as in [::1]"
     fi
-    [ "$(setting JUPYTER_PORT 8888)" != "$(setting SSH_PORT 2222)" ] || die "JUPYTER_PORT and SSH_PORT are the same port"
+    [ "$(setting JUPYTER_PORT 8888)" != "$(setting SSH_PORT 2222)" ] || die "JUPYTER_PORT and SSH_PORT are the same port: change one in .env"
     check_form PROTECT_CHECKOUT true 'true|false' "true or false"
     check_form STATION_EXPORTER on 'on|off' "on or off"
     ! wants_monitoring || [ "$(setting STATION_EXPORTER on)" = on ] ||
-        die "COMPOSE_PROFILES=monitoring with STATION_EXPORTER=off: there would be nothing to see; leave one out"
+        die "COMPOSE_PROFILES=monitoring with STATION_EXPORTER=off would show nothing: remove one of the two"
     check_form MIN_FREE_MB 500 '[1-9][0-9]{0,8}' "a number of megabytes"
     check_form PIDS_LIMIT 32768 '[5-9][0-9]{2}|[1-9][0-9]{3,6}' "a number from 500 on"
     check_form CPUS 0 '[0-9]{1,4}([.][0-9]{1,2})?' "a number of processors, such as 1.5"
@@ -131,14 +131,14 @@ check_settings() {
     [ "$(setting CPUS 0 | cut -d. -f1)" -le "$cores" ] || die "CPUS=$(setting CPUS): this machine has $cores"
     network=$(setting CLUSTER_NETWORK)
     [ -n "$network" ] || [ -z "$(setting CLUSTER_ADDRESS)" ] ||
-        die "CLUSTER_ADDRESS without a network: set CLUSTER_NETWORK to the one that it is in (docs/clusters.md)"
+        die "CLUSTER_ADDRESS without a network: set CLUSTER_NETWORK to the network of that address (docs/clusters.md)"
     [ -z "$network" ] || docker network inspect -- "$network" >/dev/null 2>&1 ||
-        die "CLUSTER_NETWORK=$network is no network of this engine: docker network ls lists them, docs/clusters.md says how one is made"
+        die "CLUSTER_NETWORK=$network is no network of this engine: docker network ls lists them, docs/clusters.md says how to make one"
 
     data=$(expand "$(setting DATASETS_DIR ./datasets)")
     check_folder DATASETS_DIR "$data"
     check_place DATASETS_DIR "$data"
-    [ -d "$data" ] || die "DATASETS_DIR=$data is no folder: make it, or name the one with your data in .env"
+    [ -d "$data" ] || die "DATASETS_DIR=$data is no folder: create it, or name the folder with your data in .env"
     key=$(expand "$(setting SSH_PUBLIC_KEY)")
     if [ -n "$key" ]; then
         check_place SSH_PUBLIC_KEY "$key"
@@ -148,29 +148,29 @@ check_settings() {
         check_place CA_BUNDLE "$(setting CA_BUNDLE)"
         grep -qs 'BEGIN CERTIFICATE' "$(setting CA_BUNDLE)" || die "CA_BUNDLE=$(setting CA_BUNDLE) holds no certificate (PEM)"
     fi
-    # Build arguments stay readable in the image's history.
-    [[ ! $(setting PIP_INDEX_URL) =~ ://[^/]*@ ]] || die "PIP_INDEX_URL holds a password, which the image's history would show: use an index without one"
+    # Build arguments can be read in the image's history.
+    [[ ! $(setting PIP_INDEX_URL) =~ ://[^/]*@ ]] || die "PIP_INDEX_URL holds a password, which the image's history would show: use an index without a password"
     runs=$(expand "$(setting RUNS_DIR ./runs)")
     check_folder RUNS_DIR "$runs"
     check_place RUNS_DIR "$runs"
-    [ ! -e "$runs" ] || [ -d "$runs" ] || die "RUNS_DIR=$runs is no folder"
+    [ ! -e "$runs" ] || [ -d "$runs" ] || die "RUNS_DIR=$runs is no folder: name a folder in .env"
     [ -e "$runs" ] || runs=$(dirname "$runs")
-    [ -w "$runs" ] || die "$runs is read-only, or not writable for you: name another folder in RUNS_DIR, or sudo chown -R $(id -u):$(id -g) $runs"
+    [ -w "$runs" ] || die "you cannot write to $runs: name another folder as RUNS_DIR in .env, or sudo chown -R $(id -u):$(id -g) $runs"
     free=$(disk_free "$runs")
     [ "$free" -ge "$(setting MIN_FREE_MB 500)" ] ||
-        die "the disk with $runs has $free MB left, less than MIN_FREE_MB=$(setting MIN_FREE_MB 500): free some or lower it"
+        die "the disk with $runs has $free MB left, less than MIN_FREE_MB=$(setting MIN_FREE_MB 500): free some space, or lower MIN_FREE_MB"
 }
-# Before a first build: it takes 6 GB for the image, as much while its layers are made, and the base.
+# Before a first build: check the space for the image (6 GB), its layers during the build, and the base.
 check_engine_disk() {
     local folder
     folder=$(docker info -f '{{.DockerRootDir}}' 2>/dev/null)
     [ -z "$(docker image ls --quiet trainstation)" ] && [ -d "$folder" ] || return 0 # an engine elsewhere
-    [ "$(disk_free "$folder")" -ge 9000 ] || die "the engine's disk has $(disk_free "$folder") MB left, and building the image takes 9000: docker system df shows what may go"
+    [ "$(disk_free "$folder")" -ge 9000 ] || die "the engine's disk has $(disk_free "$folder") MB left, and building the image needs 9000: docker system df shows what uses space"
 }
 disk_free() { df -Pm "$1" | awk 'NR == 2 {print $4}'; }
-# Succeeds where a container gets NVIDIA devices from this engine; else prints why not. It is the engine that counts,
-# not the machine: a GPU without NVIDIA's container toolkit is of no use in here. An empty image is enough to ask: with
-# devices at hand the engine comes as far as not finding the command.
+# Succeed if a container gets NVIDIA devices from this engine. Otherwise print why not. We ask the engine, not the
+# machine, because the station cannot use a GPU without NVIDIA's container toolkit. An empty image is enough: with
+# devices the engine fails only when it does not find the command.
 engine_gives_gpus() {
     local answer
     docker image inspect trainstation-probe >/dev/null 2>&1 || tar -cf - -T /dev/null | docker import - trainstation-probe >/dev/null
@@ -181,23 +181,23 @@ engine_gives_gpus() {
             if command -v nvidia-smi >/dev/null && nvidia-smi -L >/dev/null 2>&1; then
                 echo "the engine cannot use this machine's GPU: install NVIDIA's container toolkit (make engine does, with NVIDIA_TOOLKIT_MIRROR in .env) and restart the engine"
             else
-                echo "the engine has no NVIDIA devices to hand out"
+                echo "the engine has no NVIDIA devices"
             fi
             ;;
-        *) echo "the engine failed to hand out the GPUs: $(head -n 1 <<<"$answer" | tail -c 300)" ;;
+        *) echo "the engine failed to give a container the GPUs: $(head -n 1 <<<"$answer" | tail -c 300)" ;;
     esac
     return 1
 }
 
-# Where systemd keeps the control groups, its daemon-reload writes their rules of devices anew, and knows the GPUs only by
-# links in /dev/char: naming device nodes to the engine does not help (NVIDIA/nvidia-container-toolkit#48).
+# If systemd manages the control groups, its daemon-reload rewrites their device rules, and it knows GPUs only by
+# links in /dev/char. Naming device nodes to the engine does not help (NVIDIA/nvidia-container-toolkit#48).
 keep_gpus() {
     local links="nvidia-ctk system create-dev-char-symlinks --create-all"
     [ "$(docker info -f '{{.CgroupDriver}}')" = systemd ] || return 0
     ! grep -q nvidia <<<"$(readlink /dev/char/* 2>/dev/null)" || return 0
     if [ "$(id -u)" = 0 ] && $links >/dev/null 2>&1; then
-        say "GPUs: linked in /dev/char, so that a systemctl daemon-reload takes none from the station; make up again after a boot"
+        say "GPUs: linked in /dev/char, so that the station keeps them after a systemctl daemon-reload; run make up again after a boot"
     else
-        say "warning: a systemctl daemon-reload on this machine takes the GPUs from a running station. To prevent it until the next boot: sudo $links; for good: {\"exec-opts\": [\"native.cgroupdriver=cgroupfs\"]} in /etc/docker/daemon.json, and restart the engine"
+        say "warning: a systemctl daemon-reload on this machine takes the GPUs from a running station. Until the next boot, prevent it with: sudo $links. Permanently: {\"exec-opts\": [\"native.cgroupdriver=cgroupfs\"]} in /etc/docker/daemon.json, then restart the engine"
     fi
 }

@@ -1,20 +1,21 @@
 # shellcheck shell=bash disable=SC2154 # mode: from station.sh
-# The image: found or built under a tag that says what it is made of, so that checkouts at different revisions do not
-# take each other's. Sourced by station.sh.
+# Finds or builds the image. Its tag has a checksum of what it is built from, so that checkouts at different revisions
+# use different images. Sourced by station.sh.
 #
-# trainstation:runtime-0123456789ab   made of exactly this; what containers are started from
-# trainstation:runtime                the one started last, for people to type
+# trainstation:runtime-0123456789ab   built from exactly these inputs; containers are started from it
+# trainstation:runtime                the image started last, a short name for typing
 #
-# .env holds the tag as STATION_BUILT. STATION_IMAGE is a person's: an image that is taken as it is, and never removed.
+# .env holds the tag as STATION_BUILT. STATION_IMAGE is a person's own image. It is used as it is and never removed.
 
 image="" # of this checkout's station, set by find_image
 
-# A make up of before kept the tag that it had built in STATION_IMAGE.
+# Succeed if .env is of an earlier make up, which kept the tag of its image in STATION_IMAGE.
 is_of_before() { [[ -z $(setting STATION_BUILT) && $(setting STATION_IMAGE) =~ ^trainstation:(runtime|cuda)-[0-9a-f]{12}$ ]] && as_owner test -e .secrets/checkout; }
 named_image() { is_of_before || setting STATION_IMAGE; }
 built_image() { if is_of_before; then setting STATION_IMAGE; else setting STATION_BUILT; fi; }
 
-# What the image is made of. The package train/ is not: it is mounted, and a change in it needs no build.
+# Print the checksum of what the image is built from. The package train/ does not count: it is mounted, so a change
+# there needs no build.
 inputs() {
     local file name
     {
@@ -36,8 +37,8 @@ have_image() {
 }
 image_id() { docker image inspect -f '{{.Id}}' "$1" 2>/dev/null; }
 
-# Succeeds where the image need not be built. A GPU station may run on one without the CUDA compiler, where NVIDIA's
-# toolkit could not be had when it was built.
+# Succeed if the image need not be built. A GPU station may use an image without the CUDA compiler if NVIDIA's toolkit
+# was unreachable at build time.
 find_image() {
     local now target=runtime
     image=$(named_image)
@@ -56,7 +57,7 @@ find_image() {
 log="" # of the build
 logged() { "$@" >"$log" 2>&1 </dev/null; }
 
-# How far docker pull and docker build are, by what they have written into the log so far.
+# Print the progress of docker pull and docker build, read from their log.
 layers_fetched() { awk '/: Pulling fs layer/ {all++} /: Pull complete/ {done++} END {printf "%d of %d layers", done, all}' "$log"; }
 build_step() {
     awk '
@@ -72,7 +73,7 @@ build_step() {
         function add(number, unit) {total += number * (unit ~ /G/ ? 1000 : unit ~ /M/ ? 1 : unit ~ /[kK]/ ? 0.001 : 0.000001)}
         END {printf "%s, %d MB downloaded", step, total}' "$log"
 }
-# What the step that failed has printed, without the lines of the Dockerfile that BuildKit repeats after it.
+# Print the output of the failed step, without the lines of the Dockerfile that BuildKit repeats after it.
 build_failure() {
     local step
     step=$(sed -n 's/^#\([0-9]*\) ERROR: .*/\1/p' "$log" | tail -n 1)
@@ -85,7 +86,7 @@ default_image() { sed -n "s/^ARG $1=//p" Dockerfile; }
 build() {
     local base toolkit since=$SECONDS
     log=$(mktemp "${TMPDIR:-/tmp}/trainstation-build.XXXXXX")
-    docker buildx version >/dev/null 2>&1 || die "Docker's buildx plugin is missing, which building the image takes: make engine installs it, as root"
+    docker buildx version >/dev/null 2>&1 || die "Docker's buildx plugin is missing: make engine installs it, as root"
     base=$(setting BASE_IMAGE "$(default_image BASE_IMAGE)")
     if ! have_image "$base"; then
         [ -z "$(setting BASE_IMAGE)" ] || die "BASE_IMAGE=$base is neither here nor in a registry that answers"
@@ -96,7 +97,7 @@ build() {
     toolkit=$(setting CUDA_IMAGE "$(default_image CUDA_IMAGE)")
     if [[ $image == trainstation:cuda-* ]] && ! have_image "$toolkit"; then
         [ -z "$(setting CUDA_IMAGE)" ] || die "CUDA_IMAGE=$toolkit is neither here nor in a registry that answers"
-        say "NVIDIA's toolkit image cannot be had: building without the CUDA compiler (CUDA_IMAGE can name a mirror's copy)"
+        say "NVIDIA's toolkit image is unreachable: building without the CUDA compiler (CUDA_IMAGE can name a copy in a mirror)"
         export STATION_TARGET=runtime
         image=trainstation:runtime-${image##*-}
     fi
@@ -105,21 +106,21 @@ build() {
         STATION_REVISION=$(git rev-parse --short HEAD 2>/dev/null || echo unknown) STATION_IMAGE=$image DOCKER_BUILDKIT=1 \
         BUILDKIT_PROGRESS=plain with_progress building build_step logged compose build "$@" || {
         build_failure >&2
-        die "the image could not be built, see above and $log; behind a mirror or proxy: .env.example has the settings"
+        die "the image could not be built, see above and $log; .env.example has the settings for mirrors and proxies"
     }
     say "built in $((SECONDS - since)) s, $(docker image inspect -f '{{.Size}}' "$image" | awk '{printf "%d MB", $1 / 1e6}')"
 }
 
-# After a start: the tag that people type, and the image that this checkout had before goes.
+# After a start: set the short tag, and remove this checkout's previous image.
 keep_image() {
     local before
     [ -z "$(named_image)" ] || return 0
     before=$(built_image)
     docker tag "$image" "${image%-*}" 2>/dev/null || :
-    [ -z "$from_environment" ] || return 0 # .env has the image of another station
+    [ -z "$from_environment" ] || return 0 # .env names the image of another station
     [ -z "$before" ] || [ "$before" = "$image" ] || drop_image "$before"
 }
-# Removes an image, unless a container of any station needs it.
+# Remove an image unless a container of any station needs it.
 drop_image() {
     local tag id
     id=$(image_id "$1") || return 0

@@ -1,13 +1,13 @@
 # shellcheck shell=bash disable=SC2154 # copied_from, engine_options: from the others
-# How .env is read and written, and how secrets are. Sourced by station.sh.
+# Reads and writes .env and the secrets. Sourced by station.sh.
 #
-# User dev inside has the number of the checkout's owner. So nothing that lies here is trusted to be the file it was:
-# a link is refused by name, and what is written appears whole under its name, in the place of whatever lay there.
+# User dev inside has the number of the checkout's owner and may have replaced any file here. So a link is refused by
+# name, and a file is written beside its place and renamed into it as a whole.
 
 owner_of() { stat -c %u "$1" 2>/dev/null || stat -f %u "$1"; } # GNU, or BSD and macOS
 group_of() { stat -c %g "$1" 2>/dev/null || stat -f %g "$1"; }
 mode_of() { stat -c %a "$1" 2>/dev/null || stat -f %Lp "$1"; }
-# A path as a person writes it in .env; the shell never saw its tilde.
+# Expand ~/ in a path from .env, which no shell has expanded.
 expand() { printf '%s' "${1/#\~\//$HOME/}"; }
 
 known="APT_MIRROR BASE_IMAGE BIND_ADDRESS CA_BUNDLE CLUSTER_ADDRESS CLUSTER_NETWORK COMPOSE_FILE COMPOSE_PROFILES CPUS
@@ -15,7 +15,7 @@ known="APT_MIRROR BASE_IMAGE BIND_ADDRESS CA_BUNDLE CLUSTER_ADDRESS CLUSTER_NETW
     HTTPS_PROXY JUPYTER_PORT MEMORY MIN_FREE_MB MONITORING_ADDRESS NO_PROXY NVIDIA_TOOLKIT_MIRROR PROMETHEUS_IMAGE PIDS_LIMIT PIP_INDEX_URL PROTECT_CHECKOUT RUNS_DIR SSH_PORT SSH_PUBLIC_KEY STATION_EXPORTER STATION_HOSTNAME
     STATION_BUILT STATION_IMAGE STATION_TARGET"
 settings=""
-# Has docker compose read .env, for all settings at once: the environment wins over it.
+# Let docker compose read .env, all settings at once. The environment wins over it.
 load_settings() {
     local name
     settings=$({
@@ -32,19 +32,18 @@ setting() {
     printf '%s' "${value:-${2:-}}"
 }
 
-# What can be another file than it seems, before anything is read or written there; and a path that make, ssh and compose
-# would each read in a way of its own.
+# Refuse files in .env and .secrets that may be other files than they seem, before anything is read or written there.
+# Also refuse a path that make, ssh and compose would read differently.
 check_own_files() {
     local found
     [[ $PWD != *[\'\"\\\$%\`[:cntrl:]]* ]] || die "the path of this checkout holds a quote, a backslash, \$, % or \`: move it to one without"
     found=$(find .env .secrets -maxdepth 1 -type l 2>/dev/null | head -n 1) || :
-    [ -z "$found" ] || die "$found is a link, which is not followed: put the file itself there, or remove it (rm $found)"
+    [ -z "$found" ] || die "$found is a link, which is not followed: put the file itself there, or rm $found"
     found=$(find .env .secrets -maxdepth 1 \( -path .secrets ! -type d -o ! -path .secrets \( ! -type f -o -links +1 \) \) 2>/dev/null | head -n 1) || :
-    [ -z "$found" ] || die "$found is no file, or known under another name too (a hard link), which is not trusted: make it anew with cp and mv, or remove it"
+    [ -z "$found" ] || die "$found is no file, or known under another name too (a hard link): replace it by a copy (cp, then mv), or remove it"
 }
 
-# Runs a command as the checkout's owner, also under sudo: whatever a link in a person's checkout leads to, root does
-# not write there.
+# Run a command as the checkout's owner, also under sudo. So root never writes where a link in the checkout leads.
 as_owner() {
     local uid gid
     uid=$(owner_of .) gid=$(group_of .)
@@ -57,8 +56,8 @@ as_owner() {
     fi
 }
 
-# put FOLDER NAME MODE <CONTENT: the file with that content, or the old one and an error; never half of it. The folder
-# is entered first and then looked at: no link can take its place in between.
+# put FOLDER NAME MODE <CONTENT: write a file as a whole, or keep the old one and fail. The folder is entered first and
+# checked afterwards, so that no link can replace it in between.
 put() {
     local output
     # shellcheck disable=SC2016 # for the inner shell
@@ -66,7 +65,7 @@ put() {
         umask 077
         cd -P -- "$1" && [ "$PWD" = "$4" ] || { echo "its folder is not $4"; exit 1; }
         room=.
-        [ ! -d .secrets ] || room=.secrets # which is not seen from inside: nobody can put another file in its place
+        [ ! -d .secrets ] || room=.secrets # not visible inside, so dev cannot put another file there
         new=$(mktemp "$room/.$2.XXXXXX") || exit 1
         trap "rm -f -- $new" EXIT
         cat >"$new" && chmod "$3" "$new" && mv -f -- "$new" "$2"' - "$1" "$2" "$3" "$(cd -P . && printf '%s' "$PWD${1#.}")" 2>&1) ||
@@ -74,20 +73,20 @@ put() {
 }
 secret() { put ./.secrets "$1" 600; }
 
-# Names lines of .env and .git/config that read like a credential; never what it is.
+# Name the lines of .env and .git/config that read like a credential, without printing the credential.
 warn_of_credentials() {
     local found name='token|passw|secret|credential|extraheader|[^c]_key' place
     for found in .env .git/config; do
         [ -r "$found" ] || continue
-        # In a checkout of root's dev reads what everybody reads.
+        # In a checkout owned by root, dev can read only what everyone can read.
         [ "$(owner_of .)" != 0 ] || [[ $(mode_of "$found") == *[4567] ]] || continue
         while IFS=: read -r place _; do
-            say "warning: line $place of $found reads like a credential, and whoever works inside can read that file (docs/security.md)"
+            say "warning: line $place of $found reads like a credential, and everyone who works inside can read it (docs/security.md)"
         done < <(grep -niE "^[^#;]*($name)[[:space:]]*=[[:space:]\"']*[^[:space:]\"']|^[^#;]*://([^/@:]*:[^/@]+|[^/@]{20,})@" "$found")
     done
 }
 
-# remember NAME VALUE …: puts settings into .env, in the place of what was there; one without a value is removed.
+# remember NAME VALUE …: write settings to .env, over their old values. A setting with an empty value is removed.
 remember() {
     local names="" lines="" before after
     while [ $# -gt 0 ]; do
@@ -100,35 +99,35 @@ remember() {
     [ "$(sort <<<"$after")" = "$(sort <<<"$before")" ] || put . .env "$(mode_of .env)" <<<"$after"
 }
 
-# The lines of a file that look like public keys, options before them included. The station reads them more closely.
+# Print the input lines that look like public keys, with their options. The station checks them more closely.
 public_keys() {
     tr -d '\r' | grep -E '^([^#].*[ "])?(ssh|ecdsa|sk-ssh|sk-ecdsa)-[a-z0-9@.-]+ AAAA[0-9A-Za-z+/]+=*( |$)' || :
 }
 
-# One make up at a time. The lock is on a folder that nobody inside can see, and so cannot hold.
+# Allow one make up at a time. The lock is on a folder that no process inside can see, and so cannot hold.
 one_at_a_time() {
     [ -d .secrets ] || as_owner mkdir -m 700 .secrets 2>/dev/null || [ -d .secrets ] || die ".secrets cannot be made here"
-    trap 'rmdir .secrets 2>/dev/null || :' EXIT # nothing came of it
+    trap 'rmdir .secrets 2>/dev/null || :' EXIT # if it stays empty
     command -v flock >/dev/null && [ -r .secrets ] || return 0
     exec 9<.secrets
     flock --nonblock 9 && return
-    say "another make up is at work in this checkout; waiting for it"
+    say "another make up is running in this checkout; waiting for it"
     flock 9
 }
-# Makes what is missing: .env, runs, and who may log in. Token, and a pair of keys where there is none of the owner's, the
-# station makes by itself; a copy of another checkout gets its own.
+# Create what is missing: .env, the runs folder and the list of keys. The station itself makes the token and, if the
+# owner has no key, a pair of keys. A copy of another checkout gets its own.
 make_missing_files() {
     local key keys runs allowed=.secrets/authorized_keys pair=.secrets/id_ed25519
     runs=$(expand "$(setting RUNS_DIR ./runs)")
     if [ ! -e "$runs" ]; then
-        case $runs in /*) mkdir -p "$runs" ;; *) as_owner mkdir -p "$runs" ;; esac || die "$runs cannot be made"
+        case $runs in /*) mkdir -p "$runs" ;; *) as_owner mkdir -p "$runs" ;; esac || die "$runs cannot be created: name another folder as RUNS_DIR in .env"
     fi
-    [ -s .env ] || put . .env "$(printf %o $((0666 & ~$(umask))))" <.env.example # an empty one an engine made, to mount it
-    # What this machine trusts the station trusts: a network may check TLS by certificates of its own.
+    [ -s .env ] || put . .env "$(printf %o $((0666 & ~$(umask))))" <.env.example # an empty .env was made by an engine that mounts it
+    # The station trusts the certificates of this machine, because the network may inspect TLS.
     if [ -z "$(setting CA_BUNDLE)" ] && [ -s /etc/ssl/certs/ca-certificates.crt ]; then
         remember CA_BUNDLE /etc/ssl/certs/ca-certificates.crt
     fi
-    # In a rootless engine the owner's number is root's inside, which the station finds by itself.
+    # In a rootless engine the owner's number is root's inside. The station detects that itself.
     if [ -z "$(setting DEV_UID)" ] && [ "$(owner_of .)" != 0 ] && [[ $engine_options != *name=rootless* ]]; then
         remember DEV_UID "$(owner_of .)" DEV_GID "$(group_of .)"
     fi
@@ -138,7 +137,7 @@ make_missing_files() {
     fi
     if wants_monitoring; then
         [ -s .secrets/grafana_password ] || secret grafana_password < <(random 16)
-        # Grafana has a user of its own, who cannot read the file: compose copies this variable into the container.
+        # Grafana's own user cannot read the file, so compose copies this variable into the container.
         GRAFANA_PASSWORD=$(as_owner cat .secrets/grafana_password)
         export GRAFANA_PASSWORD
     fi
@@ -149,7 +148,7 @@ make_missing_files() {
         keys=$({ cat "$HOME"/.ssh/id_*.pub 2>/dev/null || :; } | public_keys)
         if [ -n "$keys" ]; then
             secret authorized_keys <<<"$keys"
-            say "ssh: your own keys in ~/.ssh may log in (.secrets/authorized_keys)"
+            say "ssh: your keys in ~/.ssh may log in (.secrets/authorized_keys)"
         fi
     fi
 }

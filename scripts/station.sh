@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # The station from outside: up, down, shell, ssh, ssh-command, logs, url, rotate, status, rebuild, clean-station.
-# `make up` and its siblings (docker/station.mk) call this; settings are in .env, explained in .env.example.
+# `make up` and the other targets of docker/station.mk call this. Settings are in .env; .env.example explains them.
 set -euo pipefail
 cd -P "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -21,10 +21,10 @@ die() { printf 'error: %s\n' "$*" >&2; exit 2; }
 . scripts/station-checks.sh
 
 mode=""                        # gpu or cpu
-devices=""                     # the devices of a GPU station, as compose wants them: a list, which its file cannot hold
+devices=""                     # YAML with the list of chosen GPUs, for compose; variables in its file cannot hold a list
 id="" engine_options="" config=""
-lowered=() # settings that this machine has not enough for, and what they become: for .env
-# Every file is named: compose would take others that lie in the checkout before these, and dev can put them there.
+lowered=() # NAME VALUE …: settings that this machine cannot satisfy, and their lower values for .env
+# Name every file, because compose would prefer others in the checkout, which dev could have put there.
 compose_files() {
     printf docker-compose.yml
     [ "$mode" != cpu ] || printf :docker-compose.cpu.yml
@@ -37,7 +37,7 @@ compose() {
     docker compose --project-name "$project" "${files[@]}" ${devices:+--file -} "$@" <<<"$devices"
 }
 
-# What a command speaks of is this checkout's own station, in $id, or nothing.
+# Set $id to the container of this checkout's own station, or to nothing.
 find_station() {
     check_engine
     load_settings
@@ -57,7 +57,7 @@ need_running() {
     is_running || die "the station is not running: make up"
 }
 
-# GPU or CPU, and why. GPUS in the environment or .env decides; without it the engine is asked.
+# Choose GPU or CPU and say why. GPUS in the environment or .env decides. Without it we ask the engine.
 choose_mode() {
     local gpus why first ids=all
     gpus=$(setting GPUS)
@@ -86,16 +86,16 @@ choose_mode() {
     export GPU_IDS=$ids
 }
 
-# Waits until the station is healthy, and asks it itself: the engine looks every 15 seconds. A container that gives up is
-# taken away again, after its reason was shown.
+# Wait until the station is healthy. Ask it directly, because the engine checks only every 15 seconds. A container that
+# fails is removed again after its reason was shown.
 wait_healthy() {
     local health="" reason since=$SECONDS
     while [ $((SECONDS - since)) -lt 300 ]; do
         health=$(docker exec "$id" /usr/local/bin/station-health 2>/dev/null) || :
         case $health in
             healthy) return ;;
-            'the keeper '* | 'the exporter '*) say "warning: $health"; return ;; # as dev's work on train/ has it
-            '' | 'JupyterLab '*) ;; # it still starts: beside training it may take minutes
+            'the keeper '* | 'the exporter '*) say "warning: $health"; return ;; # an error in train/, which dev may edit
+            '' | 'JupyterLab '*) ;; # still starting; this may take minutes beside training
             *) [ $((SECONDS - since)) -lt 60 ] || break ;;
         esac
         [[ $(docker inspect -f '{{.State.Status}} {{.RestartCount}}' "$id" 2>/dev/null) =~ ^(running|created)\ 0$ ]] || break
@@ -105,22 +105,22 @@ wait_healthy() {
     take_back
     die "the station did not start: ${reason:-see make logs}"
 }
-# After a first start that failed: what it made goes again, and what was there before stays.
+# After a first start that failed: remove what it made, keep what was there before.
 take_back() {
     [ "$fresh" = yes ] || return 0
     if [ -n "$had_volumes" ]; then compose down; else compose down --volumes; fi >/dev/null 2>&1 || true
 }
 
-# Compose makes the container anew where its image or settings have changed, which its living runs notice.
+# Name the running runs if compose will create the container again, because its image or settings changed.
 warn_of_interruption() {
     local runs
     is_running && [[ $(compose up --detach --no-build --dry-run station 2>&1) == *' Recreate'* ]] || return 0
     runs=$(timeout 20 docker exec --user dev "$id" "$as_dev" train ls --state running --json 2>/dev/null |
         sed -n 's/^  "name": "\(.*\)",$/\1/p' | tr '\n' ' ' | tr -d '\000-\037\177' | cut -c 1-300) || :
-    [ -z "$runs" ] || say "the station is made anew, for its image or settings have changed: runs are saved first, and the keeper resumes them: ${runs% }"
+    [ -z "$runs" ] || say "the image or settings changed, so the container is created again; these runs are saved, and the keeper resumes them: ${runs% }"
 }
 
-# Once more with other ports where these turned out to be taken: by another make up at this moment, or out of sight.
+# Start the station. Try once more with other ports if these are taken, for example by another make up at this moment.
 start() {
     local output only=() try
     ! wants_monitoring || only=(station)
@@ -134,18 +134,18 @@ start() {
     die "the engine did not start the station: $(tail -n 1 <<<"$output" | sed 's/^Error response from daemon: //')"
 }
 
-grafana="" # where it is, once it is started
-# After the station, which does not wait for images from elsewhere, nor go without them.
+grafana="" # its address, once it is started
+# Start the monitoring after the station, so that the station neither waits for these images nor fails without them.
 start_monitoring() {
     local output
     wants_monitoring || return 0
-    say "starting Prometheus and Grafana (the first time their images are fetched)"
+    say "starting Prometheus and Grafana (the first start downloads their images)"
     if output=$(compose up --detach --no-build 2>&1); then
         grafana="
   Grafana      http://$(reachable "$(setting MONITORING_ADDRESS 127.0.0.1)"):$(setting GRAFANA_PORT 3000)  (admin; password: .secrets/grafana_password)"
         return
     fi
-    say "warning: the station is up, the monitoring is not: $(tail -n 1 <<<"$output"); PROMETHEUS_IMAGE, GRAFANA_IMAGE and DCGM_EXPORTER_IMAGE can name a mirror's copies"
+    say "warning: the station is up, but the monitoring is not: $(tail -n 1 <<<"$output"); PROMETHEUS_IMAGE, GRAFANA_IMAGE and DCGM_EXPORTER_IMAGE in .env can name copies in a mirror"
 }
 
 up() { # [rebuild ARGUMENTS…]
@@ -158,14 +158,14 @@ up() { # [rebuild ARGUMENTS…]
     check_processes
     check_neighbours
     other=$(other_checkout)
-    [ -z "$other" ] || die "COMPOSE_PROJECT_NAME=$project is the name of the station of $other: take another, or leave it out"
+    [ -z "$other" ] || die "COMPOSE_PROJECT_NAME=$project is the name of the station of $other: choose another name, or remove that setting"
     check_no_other
     had_volumes=$(volumes)
     [ -z "$id" ] || fresh=no
     [ "$(setting PROTECT_CHECKOUT true)" = true ] ||
-        say "warning: PROTECT_CHECKOUT=false: who works inside can change what make and docker compose do on this machine"
-    [ -z "$moved_from" ] || say "this checkout was moved here from $moved_from: its station comes along"
-    [ -z "$copied_from" ] || say "this checkout is a copy of $copied_from, whose station is left alone: it gets one of its own"
+        say "warning: PROTECT_CHECKOUT=false: whoever works inside can change what make and docker compose do on this machine"
+    [ -z "$moved_from" ] || say "this checkout was moved here from $moved_from: it keeps its station"
+    [ -z "$copied_from" ] || say "this checkout is a copy of $copied_from: it gets its own station, and the other one stays as it is"
     choose_ports
     choose_host_name
     choose_mode
@@ -189,26 +189,26 @@ up() { # [rebuild ARGUMENTS…]
     others=$(for_colleagues)
     case $address in
         *.localhost:*) same="
-               (a browser that does not know such names, as Safari: http://127.0.0.1:$(where 8888 | cut -d' ' -f2))" ;;
+               (Safari and other browsers that do not know such names: http://127.0.0.1:$(where 8888 | cut -d' ' -f2))" ;;
     esac
     cat <<TEXT
 
   JupyterLab   $address$same
   TensorBoard  in JupyterLab's launcher
   ssh          $(ssh_line)
-  a shell      make shell$grafana
+  shell        make shell$grafana
 ${others:+$others
 }
-  A first notebook:        01-start-here, in notebooks/, where JupyterLab opens
-  A first run, in any:     train launch digits --name first --follow
+  First notebook:          01-start-here in notebooks/, where JupyterLab opens
+  First run, in any shell: train launch digits --name demo1 --follow
   All commands:            make help
 TEXT
 }
 
-# Address and port of a service as the running container has them, whatever the settings say by now.
+# Print address and port of a service as the running container has them. The settings may have changed since.
 where() {
     local at
-    at=$(docker port "$id" "$1" 2>/dev/null) || die "the station publishes no port now: make logs says why"
+    at=$(docker port "$id" "$1" 2>/dev/null) || die "the station publishes no port at the moment: make logs says why"
     at=${at%%$'\n'*}
     say "$(reachable "${at%:*}") ${at##*:}"
 }
@@ -217,14 +217,14 @@ url() { # [ADDRESS]
     at=$(where 8888) || exit
     read -r host port <<<"$at"
     token=$(as_owner cat .secrets/jupyter_token 2>/dev/null) || token=""
-    [[ $token =~ ^[A-Za-z0-9_-]{16,}$ ]] || die ".secrets/jupyter_token holds no token, or is not yours to read: make down up makes one"
-    # A name of its own, for browsers send cookies to every port of a host: another station's page would get this one's.
+    [[ $token =~ ^[A-Za-z0-9_-]{16,}$ ]] || die ".secrets/jupyter_token holds no token, or you may not read it: make down up makes one"
+    # A separate host name, because browsers send cookies to every port of a host: another station would get this one's.
     host=${1:-$host}
     case $host in 127.0.0.1) host=$(dns_label "$project").localhost ;; [![]*:*) host="[$host]" ;; esac
     say "http://$host:$port/lab?token=$token"
 }
 
-# The private key that ssh would not find by itself, if it may log in.
+# Print the private key that may log in and that ssh would not find without being told.
 own_key() {
     local public key
     for public in "$PWD/.secrets/id_ed25519.pub" "$(expand "$(setting SSH_PUBLIC_KEY)")"; do
@@ -237,14 +237,14 @@ own_key() {
     done
 }
 
-# Where the ports are open to the network: what a colleague opens.
+# If the ports are open to the network: print the addresses for other machines.
 for_colleagues() {
     local bound address at
     bound=$(docker port "$id" 8888 2>/dev/null | head -n 1)
     bound=${bound%:*}
     case $bound in 127.* | '[::1]' | ::1 | '') return 0 ;; esac
     say
-    say "  On other machines (plain HTTP: who listens on the way reads token and work; safer: ssh -L 8888:127.0.0.1:8888)"
+    say "  On other machines (plain HTTP: others in the network can read token and work; safer: ssh -L 8888:127.0.0.1:8888)"
     at=$(where 2222)
     case $bound in 0.0.0.0 | :: | '[::]') addresses_of_machine "$bound" ;; *) printf '%s\n' "$bound" ;; esac |
         while IFS= read -r address; do
@@ -253,13 +253,13 @@ for_colleagues() {
         done
 }
 
-# One line to paste, in any shell. The station's host key is fetched through the engine, so ssh has nothing to ask.
+# Build one line to paste into any shell. We fetch the station's host key through the engine, so ssh asks nothing.
 ssh_command() { # sets ssh_words
     local at port host key known=UserKnownHostsFile=$PWD/.secrets/known_hosts
     at=$(where 2222) || exit
     read -r host port <<<"$at"
     key=$(docker exec "$id" cut -d' ' -f1,2 /etc/trainstation/hostkeys/ssh_host_ed25519_key.pub) || key=""
-    [[ $key =~ ^ssh-ed25519\ [A-Za-z0-9+/=]+$ ]] || die "the station has no host key yet: make status says how it is"
+    [[ $key =~ ^ssh-ed25519\ [A-Za-z0-9+/=]+$ ]] || die "the station has no host key yet: make status shows its state"
     [ "$(as_owner cat .secrets/known_hosts 2>/dev/null)" = "[$host]:$port $key" ] || secret known_hosts <<<"[$host]:$port $key"
     case $PWD in *' '*) known="UserKnownHostsFile=\"$PWD/.secrets/known_hosts\"" ;; esac # ssh splits it at blanks
     ssh_words=(ssh -p "$port")
@@ -277,7 +277,7 @@ ssh_line() {
     say "${line# }"
 }
 
-# For when somebody leaves: nothing that he had or left behind gets him in again. Runs go on.
+# For when someone leaves: that person's token and keys, and files left behind, give no access any more. Runs continue.
 rotate() {
     local key keys before="" found one code=0
     key=$(expand "$(setting SSH_PUBLIC_KEY)")
@@ -286,31 +286,31 @@ rotate() {
     as_owner rm -f .secrets/authorized_keys .secrets/id_ed25519 .secrets/id_ed25519.pub .secrets/jupyter_token
     [ -z "$before" ] || secret authorized_keys.before <<<"$before"
     [ -z "$keys" ] || secret authorized_keys <<<"$keys" # the station makes a pair where there is none
-    say "ending kernels, terminals and ssh sessions; runs go on"
+    say "ending kernels, terminals and ssh sessions; runs continue"
     for one in $(docker ps --quiet --no-trunc --filter "label=com.docker.compose.project=$project" --filter label=trainstation.torch); do
         docker exec "$one" /usr/bin/python3 -I -S /usr/local/lib/trainstation/rotate.py 2>&1 | printable || code=$?
     done
-    [ "$code" = 0 ] || die "not all of it could be done, see above: make down up starts with the new token and keys"
+    [ "$code" = 0 ] || die "some steps failed, see above: make down up starts with the new token and keys"
     wait_healthy
     found=$(comm -23 <(sort <<<"$before") <(as_owner cat .secrets/authorized_keys | sort) | sed -E 's/.*(AAAA[^ ]+) ?//' | printable | paste -sd , -)
-    [ -z "$found" ] || say "ssh keys that count no longer: $found; of those who stay, put the lines of .secrets/authorized_keys.before back into .secrets/authorized_keys"
+    [ -z "$found" ] || say "ssh keys that no longer count: $found; for people who stay, copy their lines from .secrets/authorized_keys.before to .secrets/authorized_keys"
     found=$(as_owner git status --porcelain -- train tests docs notebooks 2>/dev/null | cut -c 4- | head -n 20 | printable | paste -sd ' ' -) || found=""
-    [ -z "$found" ] || say "code here that no commit has, and that user dev can have written: $found"
+    [ -z "$found" ] || say "uncommitted files that user dev may have written: $found"
     say "the new address: $(url)"
-    say "the new way in by ssh: $(ssh_line)"
+    say "the new ssh command: $(ssh_line)"
 }
 
-# Without what steers a terminal: for what processes of dev's print.
+# Remove control characters, which could steer a terminal, from what dev's processes print.
 printable() {
     if command -v python3 >/dev/null; then python3 -I -S scripts/printable.py; else LC_ALL=C tr -cd '\t\n\r -~'; fi
 }
 
 terminal=(--interactive)
 if [ -t 0 ] && [ -t 1 ]; then terminal+=(--tty); fi
-as_dev=/usr/local/lib/trainstation/as-dev # gives the command the whole environment, and goes to /workspace
-enter_printable() { # output of dev's processes, on a terminal that may be root's
+as_dev=/usr/local/lib/trainstation/as-dev # gives the command the whole environment, and changes to /workspace
+enter_printable() { # print output of dev's processes on a terminal that may be root's
     local size=""
-    [ ${#terminal[@]} = 1 ] || size=$(stty size) || size="" # docker tells the size of a terminal alone
+    [ ${#terminal[@]} = 1 ] || size=$(stty size) || size="" # docker passes on the size of a terminal only
     {
         docker exec "${terminal[@]}" ${size:+--env "LINES=${size% *}" --env "COLUMNS=${size#* }"} --user dev "$id" "$as_dev" "$@" 2>&1 >&3 |
             printable >&2
@@ -320,8 +320,8 @@ enter() { exec docker exec "${terminal[@]}" --user dev "$id" "$as_dev" "$@"; }
 
 command=${1:-}
 [ $# -eq 0 ] || shift
-# What make was given as ARGS: ssh hands it whole to the shell inside, for the others it is split at blanks; nothing of it
-# is evaluated here.
+# ARGS of make: ssh passes it whole to the shell inside. For the other commands it is split at blanks. Nothing of it is
+# evaluated here.
 if [ -n "${STATION_ARGS:-}" ]; then
     if [ "$command" = ssh ]; then set -- "$STATION_ARGS"; else read -d '' -ra words <<<"$STATION_ARGS" || :; set -- ${words[@]+"${words[@]}"}; fi
 fi
@@ -341,7 +341,7 @@ case $command in
     exec)
         need_running
         case "${1:-} ${2:-}" in
-            'train attach' | 'train top') enter "$@" ;; # screens, drawn by what is cleaned away elsewhere
+            'train attach' | 'train top') enter "$@" ;; # screens, which need control characters
             *) enter_printable "$@" ;;
         esac
         ;;
@@ -350,7 +350,7 @@ case $command in
     logs) need_station; compose logs --tail 200 "$@" station 2>&1 | printable ;;
     url) need_running; url; for_colleagues ;;
     rotate) one_at_a_time; need_running; rotate ;;
-    inputs) load_settings; inputs ;; # what an image has to be built from to be taken as it is
+    inputs) load_settings; inputs ;; # print the checksum in the image's name
     id) find_station; say "$id" ;;
     status)
         need_running
@@ -358,7 +358,7 @@ case $command in
         say "station  $(docker inspect -f '{{.State.Status}}, image {{.Config.Image}}' "$id"), ports $(where 8888 | cut -d' ' -f2) and $(where 2222 | cut -d' ' -f2) on $(where 8888 | cut -d' ' -f1)"
         say "health   $(docker exec "$id" /usr/local/bin/station-health | printable)" || :
         say "runs"
-        # -I: nothing of dev's home folder runs before it
+        # -I: no file of dev's home folder runs first
         docker exec --user dev "$id" "$as_dev" /usr/bin/python3 -I /usr/local/lib/trainstation/command.py ls 2>&1 | printable
         ;;
     clean-station)
@@ -367,7 +367,7 @@ case $command in
         if [ -n "$id" ]; then image=$(docker inspect -f '{{.Config.Image}}' "$id"); else image=$(built_image); fi
         compose --profile '*' down --volumes --remove-orphans
         [ -z "$image" ] || [ "$image" = "$(named_image)" ] || drop_image "$image"
-        say "removed: container, volumes (home folder, host keys), and the image where no other station uses it. Still here: runs, data, .env, .secrets"
+        say "removed: container, volumes (home folder, host keys), and the image unless another station uses it. Kept: runs, data, .env, .secrets"
         ;;
     *) die "usage: scripts/station.sh up|down|rebuild|shell|exec|ssh|ssh-command|logs|url|rotate|status|clean-station" ;;
 esac

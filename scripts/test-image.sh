@@ -1,7 +1,9 @@
 #!/usr/bin/env bash
-# Tests the station from outside, on a real engine: `make test-image`, or some: make test-image IN=tests/image/test_ssh.py ARGS="-k sftp"
+# Tests the station from outside, with a real engine: `make test-image`. Some tests only:
 #
-# Whatever is missing is installed first (an engine, a browser, an ssh client), which takes root; nothing is skipped.
+#     make test-image IN=tests/image/test_ssh.py ARGS="-k sftp"
+#
+# It first installs what is missing (an engine, a browser, an ssh client), which needs root. No test is skipped.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -18,7 +20,7 @@ command -v strace >/dev/null || missing+=(strace)
 . scripts/apt.sh
 [ ${#missing[@]} = 0 ] || apt_install "${missing[@]}"
 
-# The tests' own packages, apart from the project's: a browser driver and linters are nothing a run needs.
+# The tests' own packages in a separate environment: a run needs no browser driver and no linters.
 env=.venv/image-tests
 mark=$env/.requirements.lock
 if ! cmp -s tests/image/requirements.lock "$mark"; then

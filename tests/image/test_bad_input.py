@@ -153,11 +153,14 @@ def test_without_an_engine_one_line_names_the_ways_out(fresh: Station) -> None:
     ("options", "said"),
     [
         (("--tmpfs", "/workspace/runs:size=10m"), "MB left: free some, or lower MIN_FREE_MB"),
-        (("-e", "DEV_UID=0"), "nobody works as root in here"),
+        (("-e", "DEV_UID=0"), "DEV_UID=0: dev cannot be root"),
         (("-e", "DEV_GID=4294967295"), "both are numbers"),
-        (("-e", "GPUS=2"), "with docker compose alone say GPU_IDS=0,1"),
-        (("--user", "1234"), "the services are started by root, who becomes user dev: leave out --user"),
-        (("--cap-drop", "ALL"), "root may do too little in here: add --cap-add CHOWN --cap-add DAC_OVERRIDE"),
+        (("-e", "GPUS=2"), "with docker compose alone set GPU_IDS=0,1"),
+        (("--user", "1234"), "root must start the services: leave out --user"),
+        (
+            ("--cap-drop", "ALL"),
+            "root lacks capabilities in this container: add --cap-add CHOWN --cap-add DAC_OVERRIDE",
+        ),
         (("--read-only",), "is read-only: leave out --read-only"),
         (("--tmpfs", "/workspace:ro"), "/workspace is not writable: is it mounted read-only? Runs need a folder"),
         (

@@ -183,4 +183,4 @@ def in_shell(line: str, *command: str, **options: object) -> None:
 
 def test_secrets_in_the_environment_stay_out_of_ssh_sessions(proxied: Station) -> None:
     assert "HF_TOKEN" not in proxied.ssh("env").stdout
-    assert "HF_TOKEN is not handed to ssh sessions" in proxied.log
+    assert "HF_TOKEN reads like a secret, so ssh sessions do not get it" in proxied.log

@@ -80,7 +80,7 @@ def test_who_has_left_is_out_and_runs_go_on(mine: Station, tmp_path: Path) -> No
     for name in (".jupyter", ".local/lib", ".local/bin", ".ipython", ".config", ".ssh", ".bashrc", ".tmux.conf", "bin"):
         assert f" {name}" in printed
         assert mine.dev("bash", "-c", f"cat ~/set-aside-*/{name} || ls ~/set-aside-*/{name}").returncode == 0
-    assert "runs that go on, with the code that they were started with: on" in printed
+    assert "these runs continue with the code that they started with: on" in printed
     assert "/lab?token=" in printed
 
     assert mine.token != token

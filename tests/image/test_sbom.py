@@ -45,6 +45,6 @@ def test_make_sbom_lists_each_package_as_the_schema_has_it(station: Station) -> 
 
 def test_make_audit_asks_the_archive(station: Station) -> None:
     done = station.make("audit", check=False)
-    pending = "Debian has mended these since" in done.stdout
+    pending = "Debian has fixed these since" in done.stdout
     assert pending or "has every security update" in done.stdout, done.stderr
     assert (done.returncode != 0) == pending

@@ -66,12 +66,12 @@ def test_what_is_no_plain_file_or_folder_is_refused(workspace: Path) -> None:
     (secrets / "jupyter_token").unlink()
     secrets.rmdir()
     secrets.symlink_to("/root")
-    refused(workspace, ".secrets has to be a folder, and no link", mounted=False)
+    refused(workspace, ".secrets must be a folder and no link", mounted=False)
 
 
 def test_files_that_cannot_be_meant_are_refused(workspace: Path) -> None:
     for name, text, said in (
-        ("jupyter_token", "short", "has to be 16 or more"),
+        ("jupyter_token", "short", "must be 16 or more"),
         ("authorized_keys", "not a key\n", "holds no public key"),
     ):
         path = workspace / ".secrets" / name

@@ -95,7 +95,7 @@ def test_keeper_and_exporter_run_again_by_themselves_once_train_is_mended(statio
         eventually("both have failed", lambda: station.log.count(" does not run: SyntaxError: ") == 2)
         assert re.fullmatch(r"the keeper does not run: SyntaxError: .*\(keeper.py, line \d+\)", station.health())
         time.sleep(6)  # they have tried again
-        assert station.log.count("tried again every few seconds") == 2
+        assert station.log.count("trying again every few seconds") == 2
     finally:
         for path, text in zip(broken, whole, strict=True):
             path.write_text(text)

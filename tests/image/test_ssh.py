@@ -143,11 +143,11 @@ def test_a_root_owned_checkout_works_as_a_user_the_host_does_not_know(make_stati
     for path in [mine.folder, *mine.folder.rglob("*")]:
         os.chown(path, 0, 0, follow_symlinks=False)
     printed = mine.make("up").stdout
-    assert "inside, work is done as user 52761, whom this machine does not know" in printed
+    assert "inside, dev is user 52761, which this machine does not know" in printed
     assert mine.ssh("id -u").stdout == "52761\n"
     mine.ssh("touch /workspace/runs/made")
     assert (mine.folder / "runs" / "made").stat().st_uid == 52761
-    assert "/workspace belongs to root: working as user 52761, who now owns runs/, notebooks/ and projects/" in mine.log
+    assert "/workspace belongs to root: dev is user 52761, which now owns runs/, notebooks/ and projects/" in mine.log
     # what JupyterLab's launcher does where it opens
     session = requests.Session()
     session.headers["Authorization"] = f"token {mine.token}"

@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize(
-    ("target", "code", "words"), [(sys.prefix, 0, ""), ("/none", 2, "is a link to /none, where no")]
+    ("target", "code", "words"), [(sys.prefix, 0, ""), ("/none", 2, "is a link to /none, which holds no")]
 )
 def test_an_environment_that_is_a_link_stays_one(tmp_path: Path, target: str, code: int, words: str) -> None:
     (tmp_path / "scripts").mkdir()

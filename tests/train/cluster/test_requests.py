@@ -131,6 +131,10 @@ def test_the_script_finds_which_host_this_is() -> None:
     code, text = said("--hosts", "203.0.113.1,127.0.0.1", "--rank", "9" * 30, "digits")
     assert code == 2 and text.count("\n") == 1 and "give a number from 0 to 1" in text
     code, text = said("--hosts", "::1,203.0.113.2", "--rank", "1", "digits")
-    assert code == 2 and "all meet at [::1]:29400" in text and "--name" in text
+    assert code == 2 and "all nodes meet at [::1]:29400" in text and "--name" in text
     code, text = said("--hosts", "203.0.113.1,127.0.0.1", "digits")  # without --name
-    assert code == 2 and "this is node 1 of 2 (127.0.0.1); all meet at 203.0.113.1:29400" in text and "--name" in text
+    assert (
+        code == 2
+        and "this is node 1 of 2 (127.0.0.1); all nodes meet at 203.0.113.1:29400" in text
+        and "--name" in text
+    )

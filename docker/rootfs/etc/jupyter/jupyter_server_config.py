@@ -18,18 +18,18 @@ from tornado.web import Application, HTTPError, decode_signed_value
 
 c = get_config()  # noqa: F821  (Jupyter provides it)
 
-c.ServerApp.ip = "0.0.0.0"  # inside the container; who reaches it is decided where the port is published
+c.ServerApp.ip = "0.0.0.0"  # inside the container; BIND_ADDRESS decides who reaches the published port
 c.ServerApp.port = 8888
 c.ServerApp.port_retries = 0
 c.ServerApp.open_browser = False
 c.ServerApp.root_dir = "/workspace"
 if not os.access("/workspace", os.W_OK) and os.access("/workspace/notebooks", os.W_OK):
-    # the launcher's notebooks go to where they can be saved
+    # create the launcher's notebooks in a folder where they can be saved
     c.FileContentsManager.preferred_dir = "notebooks"
-c.ServerApp.allow_remote_access = True  # the host's name is the user's affair: an address, a tunnel, a machine's name
+c.ServerApp.allow_remote_access = True  # the user may open any name: an address, a tunnel, a machine's name
 c.ServerApp.terminals_enabled = True
-# The page opens in notebooks/, and a terminal would start there; paths in the documentation are the checkout's. One
-# that was opened in another folder stays there.
+# The page opens in notebooks/, and a terminal would start there. Paths in the documentation start at the checkout's
+# root, so change to it. A terminal that was opened in another folder stays there.
 to_the_checkout = '[ "$PWD" != /workspace/notebooks ] || cd /workspace; exec bash --login'
 c.ServerApp.terminado_settings = {"shell_command": ["/bin/bash", "-c", to_the_checkout]}
 c.ServerApp.quit_button = False
@@ -39,13 +39,13 @@ token = Path("/run/trainstation/jupyter_token").read_text().strip()
 c.IdentityProvider.token = token
 c.ServerApp.extra_template_paths = ["/etc/jupyter/templates"]  # the login page
 c.ServerApp.allow_unauthenticated_access = False  # also for extensions that forgot to ask for the token
-# Each of those is good for a page of warnings in the log, though the line above has settled it.
+# Each such extension would print a page of warnings, although the line above already protects it.
 warnings.filterwarnings("ignore", category=JupyterServerAuthWarning)
-c.PasswordIdentityProvider.allow_password_change = False  # a password would live on when the token is changed
-# Browsers stay logged in when the container is made anew, and no longer than the token is the same.
+c.PasswordIdentityProvider.allow_password_change = False  # a password would stay valid after a change of the token
+# Browsers stay logged in when the container is created again, until the token changes.
 c.ServerApp.cookie_secret = hashlib.sha256(b"cookies of " + token.encode()).digest()
 
-# TensorBoard listens inside the container only; the way to it leads through Jupyter and its token.
+# TensorBoard listens inside the container only. People reach it through Jupyter and its token.
 c.ServerProxy.servers = {
     "tensorboard": {
         "command": [
@@ -62,8 +62,8 @@ c.ServerProxy.servers = {
 }
 c.ResourceUseDisplay.track_cpu_percent = True
 
-# Parts of the page that have nothing to show: without a language server (the image has none; one that a user installs
-# is there after the next start), and without a GPU.
+# Turn off parts of the page that have nothing to show: without a language server (the image has none, but a user may
+# install one), and without a GPU.
 c.ServerApp.jpserver_extensions, without = {}, []
 if not any(map(shutil.which, ("pylsp", "jedi-language-server", "pyright-langserver", "basedpyright-langserver"))):
     c.ServerApp.jpserver_extensions["jupyter_lsp"] = False
@@ -82,8 +82,8 @@ def page_config(handler, config):
 c.ServerApp.tornado_settings = {"page_config_hook": page_config}
 
 
-# Refused for want of a token, JupyterLab's page of licences never answers: its own finish() is a coroutine, which the
-# code that writes errors does not await. Here it answers like the rest.
+# Without a token, JupyterLab's page of licences never answers: its own finish() is a coroutine, and the code that
+# writes errors does not await it. This version answers like the other pages.
 def finish(self, chunk=None, *, _mime_type="application/json"):
     self.update_api_activity()
     self.set_header("Content-Type", _mime_type)
@@ -93,8 +93,8 @@ def finish(self, chunk=None, *, _mime_type="application/json"):
 LicensesHandler.finish = finish
 
 
-# Without the token a proxied page answers with the way to the login page: JupyterHandler sends it, and ProxyHandler
-# would send it once more, which fails.
+# Without the token a proxied page redirects to the login page. JupyterHandler sends the redirect. ProxyHandler would
+# send it a second time and fail.
 async def prepare(self):
     is_websocket = self.request.headers.get("Upgrade", "").lower() == "websocket"
     await JupyterHandler.prepare(self, _redirect_to_login=not is_websocket)
@@ -103,9 +103,9 @@ async def prepare(self):
 ProxyHandler.prepare = prepare
 
 
-# A bookmark has no referer, and a file that is asked for without one is refused, for other sites could read it so. The
-# browser says when it was the person who asked, and no page can say that; over plain HTTP to another machine it says
-# nothing.
+# JupyterLab refuses a request for a file without a referer, because another site could read the file. A bookmark has no
+# referer. So we also accept a request that the browser marks as the person's own (Sec-Fetch-Site), which no page can
+# do. Browsers do not send that mark over plain HTTP to another machine.
 def check_referer(self):
     if self.request.headers.get("Sec-Fetch-Site") != "none" and not JupyterHandler.check_referer(self):
         raise HTTPError(403, "This link comes from outside JupyterLab: open the file in its file browser")
@@ -115,13 +115,13 @@ def check_referer(self):
 AuthenticatedFileHandler.check_referer = FilesHandler.check_referer = check_referer
 
 
-# Tornado reads the body of a request into memory before anybody asks for the token. So a request without token or login
-# cookie may bring no more than a login form takes; with one of them, uploads are as large as they always were.
-MOST_WITHOUT_TOKEN = 64 * 1024
+# Tornado reads the body of a request into memory before the token is checked. So a request without token or login
+# cookie may be no larger than a login form. Other requests keep Jupyter's limit.
+MOST_WITHOUT_TOKEN = 64 * 1024  # bytes
 
 
 def is_known(request):
-    """Whether a request has the token, in its header or address, or the cookie of a login."""
+    """Check whether a request has the token, in its header or address, or the cookie of a login."""
     given = [value.decode("utf-8", "replace") for value in request.query_arguments.get("token", [])]
     header = re.match(r"(?:token|bearer)\s+(.+)", request.headers.get("Authorization", ""), re.IGNORECASE)
     given += [header[1]] if header else []
@@ -142,8 +142,8 @@ def find_handler(self, request, **kwargs):
 ServerWebApplication.find_handler = find_handler
 
 
-# Each browser has tabs and terminals of its own: JupyterLab keeps them by the name of a workspace, and would give all
-# browsers the one that is called default.
+# Give each browser its own tabs and terminals. JupyterLab keeps them under the name of a workspace, and would give all
+# browsers the workspace "default".
 COOKIE_OF_WORKSPACE = "trainstation-workspace"
 open_lab = LabHandler.get
 

@@ -1,17 +1,17 @@
 # shellcheck shell=sh
 if [ "$(id -u)" = 0 ]; then
-    # TAB behind some commands runs what lies in the current folder (make) or what dev can change (train).
-    # shellcheck disable=SC3044 # bash alone
+    # TAB after some commands runs files of the current folder (make) or files that dev can change (train).
+    # shellcheck disable=SC3044 # bash only
     [ -z "${BASH_VERSION:-}" ] || shopt -u progcomp
 else
-    # /etc/profile has just set a PATH of its own; this is the one that every other way in has.
+    # /etc/profile has just set another PATH. Set the PATH of every other way in.
     if [ -r /run/trainstation/path ]; then
         read -r PATH </run/trainstation/path
         export PATH
     fi
-    # A person who logs in is here to work on the checkout.
+    # A person who logs in works on the checkout.
     case $-,$PWD in *i*,"$HOME" | *i*,/) cd /workspace || : ;; esac
-    # A person at a terminal reads where they are; a command, scp or another window of tmux has no use for it.
+    # Greet a person at a terminal, but not a command, scp or another window of tmux.
     case $-${TMUX:+,tmux} in
         *,tmux) ;;
         *i*)

@@ -1,8 +1,8 @@
-"""The command `train`: the package in /workspace where a checkout is mounted, else the one in the image."""
+"""The command `train`: from the package in /workspace if a checkout is mounted, otherwise from the image."""
 
 import sys
 
 from train.cli import main
 
-if __name__ == "__main__":  # `train run --spawn` starts processes that import this file again
+if __name__ == "__main__":  # processes of `train run --spawn` import this file again
     sys.exit(main())

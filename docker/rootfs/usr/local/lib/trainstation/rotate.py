@@ -1,8 +1,8 @@
-"""End every way in that somebody may have left in a running station. Root's: python3 -I -S rotate.py
+"""End every way in that a person may have left in a running station. Runs as root: python3 -I -S rotate.py
 
-`make rotate` calls it, after it has removed token and keys on the host. It ends dev's processes (kernels, terminals,
-ssh sessions), but those of runs go on. It sets aside in the home folder what programs read or execute when they start.
-Then it makes token and keys, and starts JupyterLab, keeper and exporter again.
+`make rotate` calls it after removing token and keys on the host. It ends dev's processes (kernels, terminals, ssh
+sessions), except those of runs. It sets aside the files in the home folder that programs read or execute when they
+start. Then it creates token and keys, and starts JupyterLab, keeper and exporter again.
 """
 
 import contextlib
@@ -19,15 +19,15 @@ STATION = Path("/usr/local/lib/trainstation")
 HOME = Path("/home/dev")
 SERVICES = ("jupyter", "exporter", "packages")
 PATIENCE = 5.0
-"""Seconds that processes have to end by themselves."""
+"""Seconds that processes get to end before SIGKILL."""
 STAYS = (".cache", ".local/state/trainstation")
-"""Downloads that runs may be using, and what the station knows its runs by."""
+"""Names that stay: downloads that runs may be using, and the key by which the station knows its runs."""
 ALSO = ("bin",)
-"""Of the names that are not hidden: Debian's ~/.profile puts it on PATH."""
+"""Names that are set aside though they are not hidden. Debian's ~/.profile puts `bin` on PATH."""
 
 
 def processes(uid: int) -> dict[int, tuple[int, str]]:
-    """Maps the number of each process of a user to its parent's and its command line."""
+    """Map the number of each process of a user to its parent's number and its command line."""
     found = {}
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError, IndexError):
@@ -39,8 +39,8 @@ def processes(uid: int) -> dict[int, tuple[int, str]]:
 
 
 def of_runs(found: dict[int, tuple[int, str]]) -> set[int]:
-    """Those that runs are made of: tmux servers of runs, the agent or torchrun in them, ranks with their zygote, and
-    all that these have started."""
+    """Return the processes of runs: their tmux servers, the agent or torchrun in them, ranks with their zygote, and all
+    processes that these started."""
     kept = set()
     for number, (parent, line) in found.items():
         is_server = line.startswith(("tmux -f /dev/null -L train-", "tmux -f /dev/null -L torchrun-"))
@@ -58,7 +58,7 @@ def of_runs(found: dict[int, tuple[int, str]]) -> set[int]:
 
 
 def of_keeper(found: dict[int, tuple[int, str]]) -> set[int]:
-    """The keeper and the zygote that it holds."""
+    """Return the keeper and the zygote that it holds."""
     keepers = {number for number, (_, line) in found.items() if line.endswith("service.py keeper ")}
     return keepers | {n for n, (parent, line) in found.items() if parent in keepers and line.startswith("train-zygote")}
 
@@ -71,8 +71,11 @@ def send(numbers: set[int], *signals: int) -> None:
 
 
 def end_processes(uid: int) -> set[int]:
-    """End what is no run's. The keeper is never asked to end, for it would save and stop all runs first: it is stopped
-    (SIGSTOP) until the files that it has read are gone. Returns its processes."""
+    """End the processes that belong to no run. Return those of the keeper.
+
+    The keeper gets no SIGTERM, because it would first save and stop all runs. It is paused (SIGSTOP) until the files
+    that it has read are set aside.
+    """
     since, asked = time.monotonic(), set()
     while True:
         found = processes(uid)
@@ -85,13 +88,13 @@ def end_processes(uid: int) -> set[int]:
         if took > PATIENCE:
             send(others, signal.SIGKILL)
         else:
-            send(others - asked, signal.SIGTERM, signal.SIGHUP)  # the second is what shells end by
+            send(others - asked, signal.SIGTERM, signal.SIGHUP)  # shells end on the second
             asked |= others
         time.sleep(0.2)
 
 
 def set_aside() -> tuple[str, list[str]]:
-    """Move everything hidden in the home folder, but what stays, into a folder there. Returns its name and theirs."""
+    """Move hidden names in the home folder, except those in STAYS, to a new folder. Return its name and theirs."""
     folder = HOME / time.strftime("set-aside-%Y%m%d-%H%M%S")
     moved = []
 
@@ -122,7 +125,7 @@ def is_as_made(path: Path) -> bool:
 
 
 def as_dev(user: pwd.struct_passwd) -> None:
-    """Set files aside as dev, in a process of its own: no link of dev's is followed with root's rights."""
+    """Set files aside as dev, in a child process, so that root follows no link of dev."""
     child = os.fork()
     if child == 0:
         code = 1
@@ -137,7 +140,7 @@ def as_dev(user: pwd.struct_passwd) -> None:
             code = 0
         os._exit(code)
     if os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]):
-        sys.exit("the files in the home folder could not be set aside: is its disk full?")
+        sys.exit("could not set aside the files in the home folder: check whether its disk is full")
 
 
 def supervisor(*words: str) -> None:
@@ -157,7 +160,7 @@ def main() -> None:
     supervisor("start", *SERVICES)
     runs = {" ".join(line.split()[2:]) for _, line in processes(user.pw_uid).values() if line.startswith("train-rank")}
     if runs:
-        print(f"runs that go on, with the code that they were started with: {' '.join(sorted(runs))}", flush=True)
+        print(f"these runs continue with the code that they started with: {' '.join(sorted(runs))}", flush=True)
     sys.exit(done.returncode)
 
 

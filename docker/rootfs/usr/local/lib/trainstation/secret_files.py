@@ -1,14 +1,14 @@
-"""What root knows of the folder with the token and the keys. Started by the steps, as root, with `python3 -I`.
+"""Read and write the folder with the token and the keys. The steps start it as root, with `python3 -I`.
 
-    secret_files.py FOLDER NAME check    says in one line what is wrong, if anything is; changes nothing
-    secret_files.py FOLDER NAME keys     prints the public keys that may log in, and closes the folder to others
-    secret_files.py FOLDER NAME allowed  prints them for sshd, and changes nothing
-    secret_files.py FOLDER NAME pair     keeps the pair on its standard input, private part first: its owner may log in
-    secret_files.py FOLDER NAME token    prints JupyterLab's token; makes one where there is none
+    secret_files.py FOLDER NAME check    print in one line what is wrong; change nothing
+    secret_files.py FOLDER NAME keys     print the public keys that may log in, and close the folder to others
+    secret_files.py FOLDER NAME allowed  print them for sshd; change nothing
+    secret_files.py FOLDER NAME pair     store the pair on standard input, private part first; its owner may log in
+    secret_files.py FOLDER NAME token    print JupyterLab's token; create one if there is none
 
-NAME is what a person calls the folder. Who owns it may put anything there, links to root's own files among them. So the
-folder is opened once, and all else is done as its owner, by names inside it: a link is refused, a new file is written
-beside its place and renamed into it. Exit code 2 with a line on stderr where something is wrong.
+NAME is the folder's name for people. The folder's owner may put anything there, also links to root's files. So the
+folder is opened once as root. Everything else is done as its owner, by names inside it: a link is refused, and a new
+file is written beside its place and renamed into it. On an error: exit code 2 and one line on stderr.
 """
 
 import base64
@@ -24,7 +24,7 @@ FILES = ("authorized_keys", "jupyter_token", *PAIR, "known_hosts")
 MOST = 256 * 1024  # bytes of one file
 FOLDER, NAME, TASK = sys.argv[1:]
 
-# Options (in them, blanks stand between quotes), type, key, comment.
+# Options (blanks in them only between quotes), type, key, comment.
 LINE = re.compile(
     r"""(?:(?:[^\s"]|"(?:\\.|[^"\\])*")+[ \t]+)??"""
     r"""(?P<type>ssh-(?:ed25519|rsa)|ecdsa-sha2-nistp(?:256|384|521)|sk-(?:ssh-ed25519|ecdsa-sha2-nistp256)@openssh\.com)"""
@@ -33,7 +33,7 @@ LINE = re.compile(
 
 
 class Wrong(Exception):
-    """Something a person has to change; its text says what and how."""
+    """A fault that a person has to correct. Its text says what and how."""
 
 
 def say(text: str) -> None:
@@ -41,13 +41,13 @@ def say(text: str) -> None:
 
 
 def become_owner() -> None:
-    """Goes into the folder and gives up every right but its owner's."""
+    """Enter the folder and give up all rights except its owner's."""
     try:
         fd = os.open(FOLDER, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     except OSError as error:
-        raise Wrong(f"{NAME} has to be a folder, and no link ({os.strerror(error.errno)})") from error
+        raise Wrong(f"{NAME} must be a folder and no link ({os.strerror(error.errno)})") from error
     info, home = os.fstat(fd), Path("/workspace").stat()
-    # The engine has just made it, as root; it becomes what the checkout's owner would have made.
+    # The engine has just created it, as root. Give it the owner and mode of a folder made by the checkout's owner.
     if TASK not in ("check", "allowed") and info.st_uid == 0 and not os.listdir(fd):
         os.fchmod(fd, 0o700)
         os.fchown(fd, home.st_uid, home.st_gid)
@@ -63,7 +63,7 @@ def become_owner() -> None:
 
 
 def close_to_others() -> None:
-    """Gives the folder mode 700 and each file in it 600, whoever made them, and says so once."""
+    """Give the folder mode 700 and each file in it 600, and say so once."""
     opened = False
     for name in (".", *os.listdir(".")):
         try:
@@ -83,28 +83,32 @@ def close_to_others() -> None:
 
 
 def read(name: str) -> str | None:
-    """The text of a file in the folder, or None where there is none. Raises Wrong for all that is no plain file."""
+    """Return the text of a file in the folder, or None if it does not exist.
+
+    Raises:
+        Wrong: it is not a plain file, has a second name, or is too large.
+    """
     try:
         fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except FileNotFoundError:
         return None
     except OSError as error:
         kind = "is a link" if Path(name).is_symlink() else f"cannot be read ({os.strerror(error.errno)})"
-        raise Wrong(f"{NAME}/{name} {kind}: it has to be a file; remove it to have one made") from error
+        raise Wrong(f"{NAME}/{name} {kind}, but must be a file: remove it, and the station makes one") from error
     with os.fdopen(fd, "rb") as file:
         info = os.fstat(fd)
         if not stat.S_ISREG(info.st_mode):
-            raise Wrong(f"{NAME}/{name} cannot be read: it has to be a file; remove it to have one made")
+            raise Wrong(f"{NAME}/{name} cannot be read, because it is not a file: remove it, and the station makes one")
         if info.st_nlink > 1:
-            raise Wrong(f"{NAME}/{name} is a second name of another file: put a copy in its place")
+            raise Wrong(f"{NAME}/{name} is a second name of another file: replace it by a copy")
         if info.st_size > MOST:
-            raise Wrong(f"{NAME}/{name} has {info.st_size} bytes: that is no key and no token")
+            raise Wrong(f"{NAME}/{name} has {info.st_size} bytes and cannot be a key or token: remove it")
         return file.read(MOST).decode("utf-8", "replace")
 
 
 def write(name: str, text: str) -> None:
-    """Puts a file into the folder: never through what stands there, and whole or not at all."""
-    beside = f".{name}-{secrets.token_hex(8)}"  # tempfile would open it by its whole path, which is root's alone
+    """Write a file into the folder as a whole, without following an existing link."""
+    beside = f".{name}-{secrets.token_hex(8)}"  # tempfile would use the whole path, which only root can reach
     fd = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
     try:
         with os.fdopen(fd, "w", encoding="utf-8") as file:
@@ -118,7 +122,7 @@ def write(name: str, text: str) -> None:
 
 
 def public_keys() -> tuple[list[str], int]:
-    """The lines of authorized_keys that are public keys, and how many others there are, comments left out."""
+    """Return the lines of authorized_keys that are public keys, and the number of other lines except comments."""
     lines = [line.strip() for line in (read("authorized_keys") or "").splitlines()]
     lines = [line for line in lines if line and not line.startswith("#")]
     keys = [line for line in lines if is_public_key(line)]
@@ -126,7 +130,7 @@ def public_keys() -> tuple[list[str], int]:
 
 
 def is_public_key(line: str) -> bool:
-    """A line as sshd takes it (sshd(8), AUTHORIZED_KEYS FILE FORMAT): options, type, the key in base64, a comment."""
+    """Check a line as sshd does (sshd(8), AUTHORIZED_KEYS FILE FORMAT): options, type, key in base64, comment."""
     found = LINE.fullmatch(line)
     if not found:
         return False
@@ -142,16 +146,16 @@ def check() -> None:
     for name in FILES:
         read(name)
     if read("authorized_keys") and not public_keys()[0]:
-        raise Wrong(f"{NAME}/authorized_keys holds no public key: one key a line, as in ~/.ssh/id_ed25519.pub")
+        raise Wrong(f"{NAME}/authorized_keys holds no public key: write one key a line, as in ~/.ssh/id_ed25519.pub")
     token = read("jupyter_token")
     if token is not None and not re.fullmatch(r"[A-Za-z0-9_-]{16,}", token.replace("\n", "")):
-        raise Wrong(f"{NAME}/jupyter_token has to be 16 or more letters, digits, - and _; remove it to have one made")
+        raise Wrong(f"{NAME}/jupyter_token must be 16 or more letters, digits, - and _: remove it to get a new one")
 
 
 def keys() -> None:
     found, others = public_keys()
     if others:
-        say(f"{others} line(s) of {NAME}/authorized_keys are no public key, and do not count")
+        say(f"{others} line(s) of {NAME}/authorized_keys are no public keys and are ignored")
     for key in found:
         print(key)
 

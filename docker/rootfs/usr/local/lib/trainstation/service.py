@@ -1,7 +1,7 @@
-"""`train COMMAND` as a service, as user dev: where it fails, for one with an error in train/, it is tried again.
+"""Run `train COMMAND` as a service, as user dev. If it fails, for example by an error in train/, try again.
 
-The reason is printed once, and lies in /run/dev/COMMAND.failed for the health check. Nothing is to be done after a
-mend: this process is replaced by a new one every few seconds, until the command runs.
+The reason is printed once and written to /run/dev/COMMAND.failed for the health check. After a fix nothing has to be
+done: a new process replaces this one every few seconds until the command runs.
 """
 
 import os
@@ -13,13 +13,13 @@ from contextlib import suppress
 from pathlib import Path
 
 TRY_EVERY = 5.0
-"""Seconds."""
+"""Seconds between two tries."""
 REASON = "TRAIN_SERVICE_REASON"
-"""Variable in which the next process finds why the last one failed."""
+"""Environment variable that tells the next process why the last one failed."""
 
 
 class Lines:
-    """Standard error without one line, which was printed before. Remembers the last one."""
+    """Standard error without one line that was already printed. Remembers the last line."""
 
     def __init__(self, stream, without):
         self.stream, self.without = stream, without
@@ -38,7 +38,7 @@ class Lines:
 
 
 def carry_out(command, arguments):
-    """Run the command. Returns why it failed."""
+    """Run the command and return why it failed."""
     lines = sys.stderr
     try:
         from train.cli import main
@@ -57,7 +57,7 @@ def carry_out(command, arguments):
 
 
 def serve(command, *arguments):
-    """Run the command, and replace this process by a new one where it fails."""
+    """Run the command, and replace this process by a new one if it fails."""
     before = os.environ.pop(REASON, "")
     sys.stderr = Lines(sys.stderr, before)
     failed = Path(f"/run/dev/{command}.failed")
@@ -65,14 +65,14 @@ def serve(command, *arguments):
         failed.unlink(missing_ok=True)
     reason = carry_out(command, arguments)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    with suppress(OSError):  # no room: the log has it
+    with suppress(OSError):  # no space; the log has the reason
         failed.write_text(reason)
     if reason != before:
-        print(f"trainstation: the {command} does not run: {reason}; tried again every few seconds", file=sys.stderr)
+        print(f"trainstation: the {command} does not run: {reason}; trying again every few seconds", file=sys.stderr)
     time.sleep(TRY_EVERY)
     os.environ[REASON] = reason
     os.execv(sys.executable, sys.orig_argv)
 
 
-if __name__ == "__main__":  # a process that it starts may import this file again
+if __name__ == "__main__":  # a child process may import this file again
     serve(*sys.argv[1:])

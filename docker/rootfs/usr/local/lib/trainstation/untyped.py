@@ -1,8 +1,8 @@
-"""Runs a command that cannot type into the terminal it has: python3 -I untyped.py COMMAND…
+"""Run a command that cannot type into its own terminal: python3 -I untyped.py COMMAND…
 
-A process may put letters into the input of its session's terminal as if they were typed (TIOCSTI). Where root's shell
-reads there next, code of dev's would so become root's. Kernels since 6.2 can forbid it, where their host does. Here a
-filter of system calls does (seccomp(2)), for the command and all that it starts; nothing else about it changes.
+A process may put characters into the input of its session's terminal as if they were typed (TIOCSTI). If root's shell
+reads there next, it would run commands from dev's code. Kernels since 6.2 can forbid that, but not every host does so.
+Here a filter of system calls (seccomp(2)) forbids it, for the command and its children. Nothing else changes.
 """
 
 import ctypes
@@ -12,22 +12,22 @@ import struct
 import sys
 
 _TYPES = (0x5412, 0x541C)
-"""TIOCSTI, and TIOCLINUX, which pastes on a console."""
+"""Requests of ioctl to refuse: TIOCSTI, and TIOCLINUX, which pastes on a console."""
 _MACHINES = {
     "x86_64": (0xC000003E, (16, 514, 0x40000000 | 16, 0x40000000 | 514), 317),  # x32's ioctl with it
     "aarch64": (0xC00000B7, (29,), 277),
 }
-"""What linux/audit.h calls the architecture, the numbers of ioctl, and that of seccomp."""
+"""Maps a machine to its number in linux/audit.h, the system call numbers of ioctl, and the number of seccomp."""
 _NO_NEW_PRIVS, _SET_FILTER, _SPEC_ALLOW = 38, 1, 4
-"""The last: as fast as without; what shares secrets with itself alone needs no defence from itself."""
+"""The last avoids the slower protection against speculative execution, which is not needed here."""
 _LOAD, _EQUAL, _RETURN = 0x20, 0x15, 0x06
 _NUMBER, _ARCHITECTURE, _REQUEST = 0, 4, 24
-"""Where they lie in struct seccomp_data; of the request its lower half, for the kernel looks at no more."""
+"""Offsets in struct seccomp_data, in bytes. Of the request we read the lower half, like the kernel."""
 _ALLOW, _REFUSE = 0x7FFF0000, 0x00050000 | errno.EPERM
 
 
 def program(architecture: int, ioctl: tuple[int, ...]) -> bytes:
-    """The filter: struct sock_filter, one after the other. Calls of another architecture are refused, all of them."""
+    """Return the filter as a sequence of struct sock_filter. It refuses all calls of another architecture."""
     whole = [(_LOAD, 0, 0, _ARCHITECTURE), (_EQUAL, 1, 0, architecture), (_RETURN, 0, 0, _REFUSE)]
     for place, values in ((_NUMBER, ioctl), (_REQUEST, _TYPES)):
         whole.append((_LOAD, 0, 0, place))
@@ -38,7 +38,7 @@ def program(architecture: int, ioctl: tuple[int, ...]) -> bytes:
 
 
 def forbid() -> None:
-    """Take from this process, for good, what types.
+    """Forbid this process and its children to type into a terminal, for good.
 
     Raises:
         OSError: this kernel has no such filters.
@@ -64,5 +64,5 @@ if __name__ == "__main__":
         forbid()
     except OSError as error:
         why = os.strerror(error.errno or errno.ENOSYS)
-        sys.exit(f"train: dev's code could type into this terminal of root's ({why}); use: docker exec --user dev")
+        sys.exit(f"train: dev's code could type into this root terminal ({why}); use: docker exec --user dev")
     os.execvp(sys.argv[1], sys.argv[1:])

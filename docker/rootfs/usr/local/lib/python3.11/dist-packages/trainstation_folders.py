@@ -1,8 +1,8 @@
-"""Keeps folders of the station from being imported as packages.
+"""Keep Python from importing folders of the station as packages.
 
-Python takes a folder without an __init__.py for a package. The current folder is where it looks first, and in a
-terminal that is /workspace: `import datasets` would find the folder of that name. With this it finds the package
-`datasets`, or says that there is none. trainstation.pth installs it in every Python.
+Python treats a folder without an __init__.py as a package. It looks in the current folder first, and in a terminal
+that is /workspace. So `import datasets` would find the folder of that name. With this module it finds the package
+`datasets`, or fails. trainstation.pth installs it in every Python.
 """
 
 import os
@@ -10,13 +10,13 @@ import sys
 from importlib import machinery
 
 PLACES = ("/", "/workspace", "/home/dev")
-"""Folders that hold those folders, or links to them."""
+"""Folders that contain the folders in NAMES, or links to them."""
 NAMES = ("datasets", "deploy", "docker", "docs", "notebooks", "runs", "scripts")
 FOLDERS = {"/datasets", *(f"/workspace/{name}" for name in NAMES)}
 
 
 class Finder(machinery.FileFinder):
-    """Finds what Python's own finder does, except those folders."""
+    """Python's own finder, except for the folders in FOLDERS."""
 
     def find_spec(self, fullname, target=None):
         spec = super().find_spec(fullname, target)
@@ -33,7 +33,11 @@ make = Finder.path_hook(
 
 
 def hook(path):
-    """Makes a finder for one of those places; Python asks once for each entry of its path."""
+    """Return a finder for a path in PLACES. Python asks once for each entry of its path.
+
+    Raises:
+        ImportError: another path.
+    """
     if os.path.abspath(path) not in PLACES:  # noqa: PTH100 - pathlib would make each start of Python slower
         raise ImportError(path)
     return make(path)
