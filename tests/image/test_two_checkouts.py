@@ -216,7 +216,7 @@ def test_a_compose_file_of_ones_own_lies_where_dev_cannot_change_it(first: Check
     run(*train, first.container, "train", "launch", "digits", "--name", "lives", "--nproc", "1", "--epochs", "100000")
     try:
         printed = first.make("up", COMPOSE_FILE="docker-compose.yml:docker/mine.yml").stdout
-        assert "runs are saved first, and the keeper resumes them: lives" in printed
+        assert "these runs are saved, and the keeper resumes them: lives" in printed
         run(*train, first.container, "train", "stop", "lives", "--now", check=False)
         assert "MINE=here" in first.inspect("{{.Config.Env}}")
         assert "MINE: here" in first.compose("config")  # .env remembers it
@@ -246,7 +246,7 @@ def test_a_copy_gets_a_station_of_its_own(checkout: Callable[..., Checkout], fir
     for words in (["url"], ["logs"]):
         assert "this checkout has no station" in copy.refused(*words)
     assert "this checkout has no station" in copy.make("down").stdout
-    assert f"a copy of {first.folder}, whose station is left alone" in copy.make("up").stdout
+    assert f"a copy of {first.folder}: it gets its own station" in copy.make("up").stdout
     apart(first, copy)
     assert first.health == "healthy"
     before = copy.container
