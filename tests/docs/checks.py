@@ -47,9 +47,7 @@ NOT_YET = {
     # --
     # --
     # --
-    "docs/security.md",
     # --
-    "docs/station.md",
     # --
     # --
     # --
