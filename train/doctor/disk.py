@@ -70,7 +70,7 @@ def _room(machine: Machine, runs: Path, place: Path) -> Finding:
     free, inodes = disk.f_frsize * disk.f_bavail, disk.f_favail
     usual = Path(machine.environ.get("TRAIN_RUNS") or "runs").absolute()
     there = "" if runs.absolute() == usual else f" --runs {shlex.quote(str(runs))}"
-    remedy = f"train ls --sort created --reverse{there}; train rm{there} NAME"
+    remedy = f"train ls --sort created{there}; train rm{there} NAME"
     if free < _LEAST_FREE:
         return problem(name, f"{size(free)} free under {place}", remedy)
     if disk.f_files and inodes < _LEAST_INODES:
