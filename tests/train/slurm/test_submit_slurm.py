@@ -30,8 +30,8 @@ def nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["digits"], ["--on is missing", "slurm or kubernetes"]),
-        (["digits", "--on", "pbs"], ["--on pbs", "slurm or kubernetes"]),
+        (["digits"], ["--on is missing", "--on slurm or --on kubernetes"]),
+        (["digits", "--on", "pbs"], ["--on pbs", "--on slurm or --on kubernetes"]),
         (["digitz", *SHAPE], ["did you mean digits"]),
         (["digits", *SHAPE, "--optim.lrr", 1], ["did you mean --optim.lr"]),
         (["digits", "--on", "slurm"], ["--gpus-per-node", "--nproc"]),
@@ -52,7 +52,7 @@ def nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (["digits", *SHAPE, "--dry-run", "--runs", "a\rb"], ["choose another --runs"]),
         (["digits", *SHAPE], ["no sbatch here", "--dry-run"]),
         (["digits", *SHAPE, "--dry-run", "--follow"], ["--follow", "--dry-run", "leave one of them out"]),
-        (["digits", *SHAPE, "--dry-run", "--batch_size", 7], ["--batch_size 7", "ranks 8;"]),
+        (["digits", *SHAPE, "--dry-run", "--batch_size", 7], ["--batch_size 7", "ranks, 8;"]),
         (["digits", *SHAPE, "--dry-run", "--batch_size", 8, "--micro_batch_size", 4], ["2 micro batches"]),
         (["digits", *SHAPE, "--dry-run", "--init", "none.pt"], ["none.pt"]),
     ],
