@@ -33,28 +33,6 @@ EXECUTES_MARKED = "tests/image/test_pages.py"
 FILES_OF_USERS = ("docker/mine.yml",)
 """Files that pages tell their readers to make."""
 
-NOT_YET = {
-    # --
-    # --
-    # --
-    # --
-    # --
-    # --
-    # --
-    # --
-    # --
-    # --
-    # --
-    # --
-    # --
-    # --
-    # --
-    # --
-    # --
-    # --
-}
-"""Pages that are not checked yet, nor links to them. Their owners remove them."""
-
 OTHERS_FLAGS = {"log-dir", "rdzv-id", "redirects", "tee"}
 """Flags of torchrun that only pages name."""
 
@@ -92,8 +70,6 @@ def links(page: Page) -> Iterator[str]:
             continue
         path, _, anchor = link.text.partition("#")
         target = (page.path.parent / path).resolve() if path else page.path
-        if target.is_relative_to(ROOT) and target.relative_to(ROOT).as_posix() in NOT_YET:
-            continue
         if target != page.path and not target.exists():
             yield page.fault(link.line, f"{path} does not exist; mend the link")
         elif anchor and target.suffix == ".md":
