@@ -140,7 +140,7 @@ def temporary(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (["launch", "digits", "--parallel.timeout_minutes", "1e13"], ["timeout_minutes 1e13", "less than or equal"]),
         (["launch", "digits", "--seed", str(2**128)], ["--seed 3402", "less than"]),
         (["launch", "digits", "--seed", "1\n2\x1b[2J"], [r"--seed 1\n2\x1b[2J: should be"]),
-        (["launch", "digits", "--data.root", "\udc80"], ["--data.root", "is no UTF-8"]),
+        (["launch", "digits", "--data.root", "\udc80"], ["--data.root", "must be UTF-8"]),
         (["launch", "digits", *NODES, "2", "--rendezvous", "a:" + "9" * 5000], ["--rendezvous a:999"]),
         (["submit", "digits", "--on", "slurm", "--nproc", "1", "--time", "9" * 5000], ["--time 999", "give minutes"]),
         (["launch", "digits", "--name", ""], ["--name is empty"]),

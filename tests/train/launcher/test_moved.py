@@ -75,7 +75,7 @@ def test_a_run_is_followed_that_is_renamed_all_the_time_while_it_saves(moving: S
 def test_mv_renames_a_living_run_which_stays_its_stations_and_frees_its_name(moving: Station) -> None:
     moving.ok("launch", "slow.py", "--name", "lr-0.1", "--nproc", 2, "--task.pause", 0.05, *FLAGS)
     moving.wait_for_step("lr-0.1", 4)
-    assert moving.ok("mv", "lr-0.1", "lr-0.2").stderr == "lr-0.1 is lr-0.2 now\n"
+    assert moving.ok("mv", "lr-0.1", "lr-0.2").stderr == "renamed lr-0.1 to lr-0.2\n"
     session = moving.record("lr-0.2")["tmux_session"]
     assert session == "train-lr-0,2" and session in sessions(moving) and session != tmux.session_of("lr-0_2")
     os.kill(moving.record("lr-0.2")["pids"]["agent"], signal.SIGKILL)
@@ -98,8 +98,8 @@ def test_mv_renames_a_finished_run(moving: Station) -> None:
         ({}, ("train-me", "b"), "did you mean trained?"),
         ({}, ("trained", "trained"), "a run named trained exists"),
         ({}, ("trained", "x/y"), "not a legal run name"),
-        ({"cluster": {"least": 2, "most": 2, "node": 0, "rendezvous": "a:1"}}, ("trained", "b"), "keeps it"),
-        ({"submitted": {"engine": "slurm"}, "submission": "1"}, ("trained", "b"), "keeps it"),
+        ({"cluster": {"least": 2, "most": 2, "node": 0, "rendezvous": "a:1"}}, ("trained", "b"), "know its name"),
+        ({"submitted": {"engine": "slurm"}, "submission": "1"}, ("trained", "b"), "know its name"),
     ],
 )
 def test_what_mv_refuses_stays_as_it_is(
