@@ -138,7 +138,7 @@ def test_where_nobody_says_whether_slurm_has_it_the_run_stays_to_be_resumed(nowh
     assert code == 0 and " queued " in out and "slurm does not answer here" in err
     for line in (("stop", "big"), ("resume", "big"), ("rm", "big")):
         refused(command(*line), "slurm does not answer here", "go to where it does")
-    refused(command("resume", "big", "--nproc", 3), "--nproc", "in that shape")
+    refused(command("resume", "big", "--nproc", 3), "--nproc", "keeps its nodes and ranks")
 
 
 def tool(nowhere: Path, name: str, text: str) -> None:
