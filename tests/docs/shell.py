@@ -12,6 +12,7 @@ from pathlib import Path
 import psutil
 
 from tests.docs.pages import ROOT, Page, commands, programs
+from tests.train import forks
 from train.launcher import tmux
 
 PATIENCE = 900
@@ -19,7 +20,8 @@ PATIENCE = 900
 SHOWN = 6000
 """Maximum number of characters of a failed command's output that are shown."""
 MARK = "DOCS_PAGE"
-"""Environment variable of all processes that a page starts: its scratch folder."""
+"""Environment variable of the processes that a page starts: its scratch folder. Ranks, which are forked from a process
+that all pages share, are known by their current folder."""
 
 ELSEWHERE = {
     ("train", "attach"): "tests/train/launcher/test_launch.py",
@@ -92,8 +94,9 @@ def environment(folder: Path, own_programs: Path) -> dict[str, str]:
     outer = {key: value for key, value in os.environ.items() if not key.startswith(others)}
     path = os.pathsep.join([str(own_programs), str(Path(sys.executable).parent), os.environ["PATH"]])
     python = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    own = {"PATH": path, "PYTHONPATH": python, "TRAIN_STATE": str(folder / ".state"), MARK: str(folder)}
-    return outer | own | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    usual = outer | {"PATH": path, "PYTHONPATH": python, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    # libraries are imported once for all pages: a start takes 2 s of CPU time instead of 6
+    return usual | forks.held_warm(usual) | {"TRAIN_STATE": str(folder / ".state"), MARK: str(folder)}
 
 
 def execute(page: Page, folder: Path) -> str | None:
@@ -130,7 +133,8 @@ def living(folder: Path) -> list[psutil.Process]:
     found = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
-            if process.environ().get(MARK) == str(folder) and process.status() != psutil.STATUS_ZOMBIE:
+            is_ours = process.environ().get(MARK) == str(folder) or Path(process.cwd()).is_relative_to(folder)
+            if is_ours and process.status() != psutil.STATUS_ZOMBIE:
                 found.append(process)
     return found
 
