@@ -30,11 +30,11 @@ _TAKEN_BY = {
 
 
 EXAMPLES = {
-    "train bench checkpoint": "How long a save stalls training, beside torch.save and the disk.",
-    "train bench collective --nproc 2": "How fast ranks add up tensors, beside what their link gives.",
-    "train bench input": "Images per second of one core, from JPEG to batch, beside torchvision.",
+    "train bench checkpoint": "How long a save stalls training, compared with torch.save and the disk.",
+    "train bench collective --nproc 2": "How fast ranks add up tensors, compared with the speed of their link.",
+    "train bench input": "Images per second of one core, from JPEG to batch, compared with torchvision.",
     "train bench lr digits --to lr.png": "Draw the loss while the learning rate rises, to choose a learning rate.",
-    "train bench scaling --nproc 1,2": "The gain by more ranks with ddp and fsdp, beside a loop written by hand.",
+    "train bench scaling --nproc 1,2": "The gain by more ranks with ddp and fsdp, compared with a hand-written loop.",
 }
 
 
@@ -64,6 +64,7 @@ def add_arguments(parser: Parser) -> None:
     add("--pictures", metavar="N", section="options of input", help="Number of JPEG files. Default: 256.")
     only = "options of lr (it also takes all config fields below)"
     add_target(parser, ".png", ".svg", ".pdf", required=False, section=only)
+    parser.fields_section = only
     add("--config", metavar="FILE", section=only, help="TOML file with config fields. Flags win over the file.")
 
 

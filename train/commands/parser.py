@@ -10,6 +10,7 @@ import argparse
 import contextlib
 import importlib
 import os
+import re
 import textwrap
 from argparse import SUPPRESS, Action, Namespace
 from collections.abc import Mapping
@@ -32,6 +33,10 @@ _FIRST = {
 _LONGEST_CHOICES = 48
 """Characters. Help does not print a longer list of choices beside the flag; its text says where they are listed."""
 
+_INVALID_CHOICE = re.compile(r"invalid choice: '(.*)' \(choose from (.*)\)")
+_MISSING = "the following arguments are required: "
+"""Beginning of argparse's message about missing arguments."""
+
 _ALIASES = {"log.trace": "--trace", "init.file": "--init"}
 """Maps a field to its shorter flag."""
 
@@ -48,6 +53,8 @@ class Parser(argparse.ArgumentParser):
         """Whether the config fields are flags of this command. Set before the arguments are added."""
         self.continues_run = False
         """Whether the command continues a run, which keeps the fields that are not given. Set with `takes_fields`."""
+        self.fields_section = ""
+        """Heading of the help under which the most common fields are listed; '': among the first options."""
         self.rest: str | None = None
         """The option that allows arguments after --; they are then in `options.arguments`."""
         formatter: Any = argparse.RawDescriptionHelpFormatter
@@ -93,7 +100,8 @@ class Parser(argparse.ArgumentParser):
             title, note = "config fields that a resume may change", "To change other fields: train fork. "
         elif self.continues_run:
             title, note = "config fields", "Other fields stay as they were. "
-        groups = {"": self.add_argument_group(title, f"{note}Settings of a task: --task.NAME VALUE.")}
+        of_task = "" if is_resume else "Settings of a task: --task.NAME VALUE."
+        groups = {"": self.add_argument_group(title, f"{note}{of_task}".rstrip())}
         for info in config.fields().values():
             kind = config.type_name(info.annotation)
             no_default = self.continues_run or info.default in (None, "")
@@ -103,7 +111,8 @@ class Parser(argparse.ArgumentParser):
             name, of = info.name, info.name.rpartition(".")[0]
             if of not in groups:
                 groups[of] = self.add_argument_group(f"fields of {of}")
-            add = super().add_argument if name in _FIRST else groups[of].add_argument
+            first = self._sections.get(self.fields_section, super())
+            add = (first if name in _FIRST else groups[of]).add_argument
             names = [f"--{name}", *([_ALIASES[name]] if name in _ALIASES else [])]
             text = one_line(info.help).replace("%", "%%") if info.may_change or not is_resume else SUPPRESS
             action = add(*names, action=_Field, metavar=kind + default, help=text)
@@ -125,7 +134,14 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Refuse what argparse finds wrong."""
-        raise Refused(f"{one_line(message)}; see: {self.prog} --help")
+        text, found = one_line(message), _INVALID_CHOICE.search(message)
+        near = nearest(found[1], re.findall(r"'([^']*)'", found[2])) if found is not None else ""
+        if missing := text.removeprefix(_MISSING) if text.startswith(_MISSING) else "":
+            text = f"give {missing}"
+            for action in self.flags.values():
+                if action.required and isinstance(action.metavar, str):
+                    text = text.replace(action.option_strings[-1], f"{action.option_strings[-1]} {action.metavar}")
+        raise Refused(f"{text}{near}" if near else f"{text}; see: {self.prog} --help")
 
 
 class _Field(Action):

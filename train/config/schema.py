@@ -180,7 +180,7 @@ class Log:
     """true: log the global 2-norm of the gradients before clipping as grad_norm."""
     mfu: Changeable[bool] = False
     """true: log mfu, the share of the GPU's peak that forward and backward use. Only on known GPUs. Not for a task that
-    compiles functions itself: the first step of an attempt counts the operations, and torch compiles nothing in it."""
+    compiles functions itself: torch.compile is off in the first step of an attempt, which counts the operations."""
     trace: Changeable[str] = ""
     """Steps FIRST:LAST of rank 0 to trace with torch's profiler, into trace/ of the run folder. Empty: none."""
     wandb: Changeable[str] = ""
@@ -260,7 +260,8 @@ class Config:
     precision: Literal["fp64", "fp32", "tf32", "bf16", "fp16"] = "fp32"
     """Arithmetic. bf16 and fp16: autocast over fp32 weights. fp16 and tf32 need a GPU."""
     compile: bool = False
-    """true: compile the model with torch.compile, separately for each shape. Shapes seen before do not matter then."""
+    """true: compile the model with torch.compile, separately for each shape. The result
+    does not depend on earlier shapes."""
     channels_last: bool = False
     """true: store images and weights of convolutions channels last, which is faster on GPUs."""
     clip_grad_norm: Positive | None = None
@@ -274,7 +275,7 @@ class Config:
     """true: use deterministic algorithms, so that a resumed run ends with the same bits on a GPU, too; operations that
     have none are refused. false: use the fastest algorithms, found by trial."""
     device: Changeable[Literal["auto", "cpu", "cuda"]] = "auto"
-    """Where to compute. auto: on GPUs if there are any at launch; the run then stays there."""
+    """Where to compute. auto: on GPUs if the launch finds any, else on the CPU. A resume keeps this choice."""
     cpu_threads: Annotated[int, Field(ge=1, le=4096)] | None = None
     """CPU threads per rank, fixed for the life of the run: another number gives other bits. Default: OMP_NUM_THREADS if
     set; else 1 for a model with fewer than 100,000 parameters on a CPU; else cores / ranks."""

@@ -60,7 +60,7 @@ def _owner(machine: Machine, runs: Path, place: Path) -> Finding:
     if not os.access(str(place), os.W_OK | os.X_OK):
         seen = f"{place} belongs to UID {theirs}; UID {mine} may not write there"
         return problem(name, seen, f"sudo chown -R {mine}:{os.getegid()} {shlex.quote(str(place))}")
-    where = f"of UID {theirs}" if place == runs.absolute() else f"will be created in {place}"
+    where = f"owned by UID {theirs}" if place == runs.absolute() else f"will be created in {place}"
     return ok(name, f"{runs}, {where}")
 
 

@@ -72,7 +72,9 @@ def as_text(findings: list[Finding], width: int, colour: bool = False) -> str:
     verdicts = [finding.verdict for finding in findings]
     counts = [(word, verdicts.count(word)) for word in (PROBLEM, WARNING)]
     total = ", ".join(f"{count} {word}{'s' if count > 1 else ''}" for word, count in counts if count) or "all is well"
-    return "\n".join([*lines, "", f"{len(verdicts)} checks: {total}"])
+    skipped = verdicts.count(NOT_APPLICABLE)
+    done = f"{len(verdicts)} checks" + (f", {skipped} skipped (-)" if skipped else "")
+    return "\n".join([*lines, "", f"{done}: {total}"])
 
 
 def show(findings: list[Finding], json_: bool) -> None:

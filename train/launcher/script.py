@@ -48,6 +48,8 @@ def check_readable(path: Path, what: str, remedy: str = "") -> None:
     try:
         path.open("rb").close()
     except OSError as error:
+        if not remedy and not path.exists():
+            raise Refused(f"there is no file {path}; give the path of your script: --script FILE") from None
         reason = error.strerror if path.exists() else "there is no such file"
         raise Refused(f"{what} {path}: {reason}{remedy}") from None
     owner.check_program(path)

@@ -176,7 +176,8 @@ def find(runs: Path, name: str) -> Run:
         return Run(own / name)
     if not exists:
         names = [other.name for other in every(runs)]
-        hint = nearest(name, names, "; see the names: train ls" if names else "; there are no runs yet")
+        nothing = "; start one: train launch TASK --name NAME, or name another folder: --runs DIR"
+        hint = nearest(name, names, "; see the names: train ls" if names else nothing)
         raise Refused(f"there is no run {shortened(name, 80)} in {runs}{hint}")
     return run
 

@@ -109,7 +109,7 @@ def facts(run: Run, record: Record) -> list[tuple[str, Any]]:
         ("versions", "  ".join(f"{name} {version}" for name, version in (record.get("versions") or {}).items())),
         ("git", record.get("git_revision")),
         ("folder", run.folder),
-        ("checkpoints", ", ".join(map(str, sorted(run.steps_saved())))),
+        ("checkpoints", ", ".join(f"step {step}" for step in sorted(run.steps_saved()))),
         ("best", top),
         ("wandb", sent.get("problem") or sent.get("url") or sent.get("id")),
     ]
@@ -208,5 +208,7 @@ def _made(attempt: Attempt, is_script: bool) -> str:
     if is_script:
         began, ended = seconds_of(attempt["started"]), seconds_of(attempt.get("ended"))
         return f"ran {duration(ended - began)}" if began and ended else f"started {_ago(attempt['started'])}"
-    first, last = attempt["from_step"], attempt.get("to_step")
-    return f"steps {first}-{last}" if last is not None else f"from step {first}"
+    first, last = attempt["from_step"] or 0, attempt.get("to_step")
+    if last is None:
+        return f"from step {first + 1}"
+    return f"steps {first + 1}-{last}" if last > first else f"no step after step {first}"

@@ -154,7 +154,7 @@ def temporary(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (["launch", "digits", "--name", "x" * 65], ["up to 64"]),
         (["launch", "digits", "--runs", ""], ["--runs is empty"]),
         (["launch", "digits", "--runs"], ["needs a value"]),
-        (["launch", "--script", "nope.py"], ["no such file"]),
+        (["launch", "--script", "nope.py"], ["there is no file"]),
         (["launch", "--script", __file__, "--optim.lr", "1"], ["after --"]),
         (["launch", "digits", "--script", __file__], ["TASK, or --script"]),
         (["run", "digits", "--spawn", "0"], ["at least 1"]),

@@ -212,7 +212,8 @@ def test_show_tells_people_the_story(finished: Station) -> None:
     text = finished.ok("show", "done").stdout
     assert text.startswith("done: finished\n")
     assert "  next         weights: train export done --to done.safetensors; train more: train resume done --ep" in text
-    for word in ("46/46", "accuracy", finished.record("done")["weights_sha256"], "attempt 1", "1 rank,", "20, 40, 46"):
+    digest, saved = finished.record("done")["weights_sha256"], "step 20, step 40, step 46"
+    for word in ("46/46", "accuracy", digest, "attempt 1", "steps 1-46", "1 rank,", saved):
         assert word in text
 
 
