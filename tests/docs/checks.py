@@ -239,7 +239,7 @@ def _check_train(arguments: list[str], is_whole: bool) -> None:
     try:
         options = parse(parser, [*given, *rest[end:]])
     except Refused as error:
-        if not is_whole and ("required" in str(error) or "expected" in str(error)):
+        if not is_whole and (str(error).startswith("give ") or "expected" in str(error)):
             return
         raise
     config.check_flags({name: value for name, value in options.flags.items() if not _PLACEHOLDER.fullmatch(value)})

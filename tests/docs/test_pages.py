@@ -81,7 +81,7 @@ BAD = {
     "# A\n\n```bash\ntrain ls\ntrain launch digits --nprocs 2\n```": "5: `train launch digits --nprocs 2`: unknown",
     "# A\n\n```bash\ntrain launch digits --optim.rate 2\n```": "unknown flag --optim.rate",
     "# A\n\n```bash\ntrain launch digits --optim.lr fast\n```": "4: `train launch digits --optim.lr fast`",
-    "# A\n\n```bash\ntrain show\n```": "required: NAME",
+    "# A\n\n```bash\ntrain show\n```": "give NAME",
     "# A\n\n```bash\nls runs && (cd x; train shw a)\n```": "there is no command shw",
     "# A\n\n```bash\nls $(train shw a)\n```": "there is no command shw",
     "# A\n\n```bash\nfor i in 1 2; do\n    train shw a\ndone\n```": "4: `train shw a`",
