@@ -92,7 +92,7 @@ def test_an_agent_does_not_start_it_again_and_again() -> None:
     facts = Facts("a", LaunchMode.LAUNCHED, outcomes={0: end}, deaths=3, max_restarts=3)
     decision = decide(facts)
     assert (decision.end, decision.state, decision.again) == ("died", None, False)
-    assert "train keeper" in str(decision.reason) and "train resume a" in str(decision.reason)
+    assert "a keeper" in str(decision.reason) and "train resume a" in str(decision.reason)
 
 
 def test_an_evaluation_goes_where_there_is_something_to_compute_on(engine: Engine, stopped: str) -> None:
