@@ -199,7 +199,7 @@ def test_a_script_that_is_gone_is_refused(station: Station) -> None:
         (["launch", "--script", "script.py", "--optim.lr", "1"], "--optim.lr is for tasks"),
         (["launch", "--script", "script.py", "--watch.hang_minutes", "soon"], "--watch.hang_minutes soon"),
         (["launch", "--script", "script.py", "--watch.healthy_minutes", "0"], "--watch.healthy_minutes 0"),
-        (["launch", "--script", "nowhere.py"], "no such file"),
+        (["launch", "--script", "nowhere.py"], "there is no file"),
     ],
 )
 def test_wrong_requests_get_one_line(station: Station, arguments: list[str], words: str) -> None:
