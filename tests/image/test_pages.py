@@ -52,10 +52,7 @@ def marked() -> list[pages.Page]:
 
 @pytest.mark.parametrize("page", marked(), ids=lambda page: page.name)
 def test_the_commands_of_a_page_do_in_a_fresh_checkout_what_it_says(page: pages.Page, checkout: Path) -> None:
-    # A page may end with `make down`; the next one finds the station up, as its readers do.
     commands = [command.text for block in page.blocks if block.mark == MARK for command in pages.commands(block)]
-    if not any(command.startswith("make up") for command in commands):
-        commands.insert(0, "make up")
     execute(checkout, "\n".join(commands))
 
 
