@@ -1,7 +1,7 @@
-"""Low-rank adapters (LoRA): train run digits --name base && train launch examples/lora.py --nproc 2 --init base
+"""Adapters (LoRA): train run digits --name upright && train launch examples/lora.py --nproc 2 --init upright
 
-`base` knows upright digits. This task learns digits that lie on their side; it trains a sixth of the numbers (Hu et
-al., 2021). Ends at accuracy 0.8. Shows frozen parts, `adapt_state_dict`, and `inference_model`, which merges weights.
+`upright` knows upright digits. This task learns digits on their side and trains a sixth of the parameters (Hu et al.,
+2021). Ends at accuracy 0.8 on held-out scans. Shows frozen parts, `adapt_state_dict`, and `inference_model` (merges).
 """
 
 import copy
@@ -61,12 +61,12 @@ def model(config):
 
 
 def adapt_state_dict(state, model):
-    """The names of `base` (0.weight) become those of the frozen layers (0.layer.weight); adapters are new."""
+    """The names of `upright` (0.weight) become those of the frozen layers (0.layer.weight); adapters are new."""
     return {name.replace(".", ".layer."): tensor for name, tensor in state.items()}
 
 
 def inference_model(model):
-    """What is evaluated and exported: the model of `base`, with other weights."""
+    """What is evaluated and exported: the model of `upright`, with other weights."""
     return nn.Sequential(*(one.merged() if isinstance(one, Adapted) else one for one in model))
 
 
