@@ -5,42 +5,24 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from conftest import Station, base_image, copy_checkout, run
+from conftest import ROOT, Station, base_image, copy_checkout, run
 from test_two_checkouts import Checkout
 
 from tests.waiting import eventually
 
-UPGRADE = """
-git pull --quiet
-make up
-"""
-BACK_UP = r"""
-umask 077
-project=$(head -n 1 .secrets/checkout)
-image=$(sed -n 's/^STATION_BUILT=//p' .env)
-make down
-docker run --rm --network none --entrypoint tar \
-    --volume "${project}_home:/backup/home:ro" --volume "${project}_hostkeys:/backup/hostkeys:ro" \
-    "$image" -C /backup -c home hostkeys >../volumes.tar
-tar --numeric-owner --exclude=./.venv -cpf ../checkout.tar .
-make up
-"""
-RESTORE = r"""
-mkdir restored
-tar --numeric-owner -xpf checkout.tar -C restored
-cd restored
-make up && make down
-project=$(head -n 1 .secrets/checkout)
-image=$(sed -n 's/^STATION_BUILT=//p' .env)
-docker run --rm --interactive --network none --entrypoint tar \
-    --volume "${project}_home:/backup/home" --volume "${project}_hostkeys:/backup/hostkeys" \
-    "$image" -C /backup -xp <../volumes.tar
-make up
-"""
+sys.path.insert(0, str(ROOT))
+from tests.docs import pages  # this environment does not have the checkout on its path
+
+MARK = f"tested by {Path(__file__).relative_to(ROOT)}"
+UPGRADE, BACK_UP, RESTORE, SAVE, LOAD = (
+    block.text for block in pages.read(ROOT / "docs" / "station.md").blocks if block.mark == MARK
+)
+"""The commands of the page, as they stand."""
 
 
 @pytest.fixture(scope="module")
@@ -121,13 +103,18 @@ def test_a_restored_station_keeps_its_home_keys_and_runs(mine: Checkout) -> None
     assert mine.belongings == belongings
 
 
-def test_an_image_is_saved_and_loaded_under_its_name() -> None:
+def test_an_image_is_saved_and_loaded_under_its_name(tmp_path: Path) -> None:
     image = f"trainstation-moved:{os.getpid()}"  # a small one in place of the station's 6 GB
     run("docker", "tag", base_image(), image)
+    folder = tmp_path / "checkout"
+    folder.mkdir()
+    (folder / ".env").write_text(f"STATION_BUILT={image}\n")
+    load, up = LOAD.splitlines()
+    assert up == "make up"
     try:
-        run("bash", "-c", f"docker save {image} | gzip >/tmp/{os.getpid()}.tar.gz && docker image rm {image}")
+        run("bash", "-euc", SAVE, cwd=folder)
+        run("docker", "image", "rm", image)
         assert run("docker", "image", "inspect", image, check=False).returncode
-        run("bash", "-c", f"docker load </tmp/{os.getpid()}.tar.gz")
+        run("bash", "-euc", load, cwd=folder)
     finally:
-        Path(f"/tmp/{os.getpid()}.tar.gz").unlink(missing_ok=True)
         run("docker", "image", "rm", image)

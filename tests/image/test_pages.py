@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import subprocess
 import sys
@@ -11,30 +10,30 @@ from pathlib import Path
 
 import pytest
 from conftest import ROOT, Station, copy_checkout
+from test_two_checkouts import Checkout
 
 sys.path.insert(0, str(ROOT))
 from tests.docs import pages  # this environment does not have the checkout on its path
 
 MARK = f"tested by {Path(__file__).relative_to(ROOT)}"
-OURS = ("TRAIN", "GPU", "MAKE", "ARGS", "MFLAGS", "COMPOSE", "JUPYTER_PORT", "SSH_PORT", "STATION")
 
 
 @pytest.fixture(scope="module")
-def checkout(station: Station, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def checkout(station: Station, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Checkout]:
     """A fresh checkout. The image is there, for `station` has built it; .venv is the one of this checkout."""
-    folder = copy_checkout(tmp_path_factory.mktemp("pages") / "trainstation", owner=None)
-    (folder / ".venv").symlink_to((ROOT / ".venv").resolve())
-    yield folder
-    execute(folder, "make clean-station", check=False)
-    shutil.rmtree(folder.parent, ignore_errors=True)
+    folder = tmp_path_factory.mktemp("pages")
+    one = Checkout(copy_checkout(folder / "trainstation", owner=None), folder)
+    (one.folder / ".venv").symlink_to((ROOT / ".venv").resolve())
+    yield one
+    one.make("clean-station", check=False)
+    shutil.rmtree(folder, ignore_errors=True)
 
 
-def execute(folder: Path, script: str, *, check: bool = True) -> None:
-    kept = {key: value for key, value in os.environ.items() if not key.startswith(OURS)}
+def execute(one: Checkout, script: str) -> None:
     done = subprocess.run(
         ["bash", "-euxo", "pipefail", "-c", script],
-        cwd=folder,
-        env={**kept, "GPUS": "none"},
+        cwd=one.folder,
+        env=one.env,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -42,7 +41,7 @@ def execute(folder: Path, script: str, *, check: bool = True) -> None:
         timeout=1500,
         check=False,
     )
-    assert not check or done.returncode == 0, f"exit code {done.returncode}\n{done.stdout[-6000:]}"
+    assert done.returncode == 0, f"exit code {done.returncode}\n{done.stdout[-6000:]}"
 
 
 def marked() -> list[pages.Page]:
@@ -51,7 +50,7 @@ def marked() -> list[pages.Page]:
 
 
 @pytest.mark.parametrize("page", marked(), ids=lambda page: page.name)
-def test_the_commands_of_a_page_do_in_a_fresh_checkout_what_it_says(page: pages.Page, checkout: Path) -> None:
+def test_the_commands_of_a_page_do_in_a_fresh_checkout_what_it_says(page: pages.Page, checkout: Checkout) -> None:
     commands = [command.text for block in page.blocks if block.mark == MARK for command in pages.commands(block)]
     execute(checkout, "\n".join(commands))
 
