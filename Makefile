@@ -56,7 +56,7 @@ test-gpu: ## test what needs a GPU, in 8 minutes; with your own Python: make tes
 
 .PHONY: test-minutes
 test-minutes: setup ## run the longest tests: several machines, a real Slurm, more cases; some only: IN=tests/train/slurm
-	@$(PYTEST) $(or $(IN),tests/train tests/examples) -m minutes -n auto --dist loadfile $(ARGS)
+	@$(PYTEST) $(or $(IN),tests/train tests/examples tests/cuda) -m minutes -n auto --dist loadfile $(ARGS)
 
 .PHONY: test-bench
 test-bench: setup ## test the benchmarks, and run the GPU tests on the CPU
