@@ -103,10 +103,28 @@ def seen_here() -> list[Card]:
 
     The UUID of a MIG slice (MIG-…) does not identify its GPU. Numbers do so only in NVML's order.
     """
-    every, names = cards(), os.environ.get(VISIBLE, "").replace(" ", "").split(",")
+    every = cards()
+    return _visible(every) or every
+
+
+def of_ranks(count: int) -> list[Card]:
+    """Return the GPUs on which this many ranks of this machine compute: the first ones that this process sees.
+
+    Returns all GPUs of the machine if it is not known which ones these are, and [] if NVML knows fewer than `count`.
+    """
+    every = cards()
+    first = _visible(every)[:count]
+    return [] if len(every) < count else first if len(first) == count else every
+
+
+def _visible(every: list[Card]) -> list[Card]:
+    """Return those of these GPUs that this process is known to see, in CUDA's order."""
     by_number = os.environ.get(ORDER, BY_BUS) == BY_BUS
+    if VISIBLE not in os.environ:
+        return every if by_number else []
+    names = os.environ[VISIBLE].replace(" ", "").split(",")
     known = {card.uuid: card for card in every} | {str(n): card for n, card in enumerate(every) if by_number}
-    return [known[name] for name in names if name in known] or every
+    return [known[name] for name in names if name in known]
 
 
 def process_of(number: int, lock: Path, processes: dict[int, float]) -> int | None:

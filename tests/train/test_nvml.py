@@ -45,6 +45,29 @@ def test_only_the_cards_that_a_run_may_see_are_looked_at(
     assert gpus.seen_here() == found
 
 
+@pytest.mark.parametrize(
+    ("visible", "order", "count", "found"),
+    [
+        (None, None, 2, [OLD, NEW]),
+        (None, "FASTEST_FIRST", 1, ALL),  # the first one is any of them
+        ("2,1", None, 1, [OTHER]),
+        ("GPU-89aaf937-cccc,GPU-8932f937-bbbb", "FASTEST_FIRST", 2, [OTHER, NEW]),
+        ("MIG-5c89852c-d268-c3f3", None, 1, ALL),
+        ("GPU-89aaf937-cccc,GPU-8932", None, 2, ALL),  # CUDA takes the beginning of a UUID, too
+        (None, None, 4, []),
+    ],
+)
+def test_the_cards_of_the_ranks_are_the_first_ones_or_all_that_they_could_be(
+    monkeypatch: pytest.MonkeyPatch, visible: str | None, order: str | None, count: int, found: list[Card]
+) -> None:
+    monkeypatch.setattr(gpus, "cards", lambda: ALL)
+    for name, value in (("CUDA_VISIBLE_DEVICES", visible), ("CUDA_DEVICE_ORDER", order)):
+        monkeypatch.delenv(name, raising=False)
+        if value is not None:
+            monkeypatch.setenv(name, value)
+    assert gpus.of_ranks(count) == found
+
+
 @pytest.mark.skipif(not gpus.sees_host_ids(), reason="process ids here are not the host's")
 def test_a_rank_in_a_container_is_found_among_the_hosts_processes(tmp_path: Path) -> None:
     """In a namespace of its own, where it is number 1; beside it one of another run with the same number."""

@@ -65,7 +65,8 @@ def run(options: Namespace, runs: Path) -> int:
         cluster=cluster,
     )
     warn(tmux.start(launch))
-    for line in folders.find(runs, name).read().get("init", ()):
+    record = folders.find(runs, name).read()
+    for line in (*record.get("init", ()), *filter(None, [record.get("precision_reason")])):
         screen.remark(line)
     print(name, flush=True)
     return follow(runs, name) if options.follow else EXIT_FINISHED

@@ -257,8 +257,9 @@ class Config:
     micro_batches: Literal["even", "full"] | None = None
     """How a global batch is cut into micro batches. even (default): their sizes differ by at most one sample. full: all
     but the last have micro_batch_size samples, as in runs of earlier versions."""
-    precision: Literal["fp64", "fp32", "tf32", "bf16", "fp16"] = "fp32"
-    """Arithmetic. bf16 and fp16: autocast over fp32 weights. fp16 and tf32 need a GPU."""
+    precision: Literal["auto", "fp64", "fp32", "tf32", "bf16", "fp16"] = "auto"
+    """Arithmetic. auto: tf32 on GPUs of compute capability 8.0 or newer, else fp32; chosen once, at the launch. bf16
+    and fp16: autocast over fp32 weights, faster than tf32. fp16 and tf32 need a GPU."""
     compile: bool = False
     """true: compile the model with torch.compile, separately for each shape. The result
     does not depend on earlier shapes."""

@@ -26,7 +26,7 @@ from train.launcher.task_source import of_task, unused_warning
 from train.launcher.unused_fields import Asked, asked, of_no_use
 from train.parallel import choose
 from train.parallel.devices import check_kernels, pick_device
-from train.parallel.precision import Precision
+from train.parallel.precision import Precision, auto, lacks_tf32
 from train.parallel.torch_private import without_compiler
 from train.parallel.wrap_units import recompute
 from train.run import best, imports
@@ -67,6 +67,7 @@ class _Checked:
     """Steps of the whole run."""
     threads: str
     """Why data workers cannot be forked after `datasets()`; '' if they can."""
+    warnings: list[str]
 
 
 def prepare(request: Request) -> Prepared:
@@ -87,7 +88,9 @@ def prepare(request: Request) -> Prepared:
     source = of_task(task.file, beside)
     if not task.is_built_in:
         warnings += unused_warning(source, Path(request.task))
+    precision_reason = choose_precision(config, request)
     found = check_run(task, config, ranks, everywhere, asked(source, request.flags, request.config_file, task))
+    warnings += found.warnings
     model, device = check_model(task, config, everywhere, found.precision), found.precision.device
     initial = initial_weights.fitted(task, config, model)
     if config.data.workers is None:
@@ -109,6 +112,7 @@ def prepare(request: Request) -> Prepared:
         "chosen": chosen,
         "cpu_threads_reason": threads_reason,
         "micro_batch_size_reason": micro_reason,
+        "precision_reason": precision_reason,
         "versions": provenance.versions(found.cards),
         "init": initial.table() if initial is not None else [],
         "warnings": warnings,
@@ -151,6 +155,7 @@ def check_run(task: Task, config: Config, local: int, ranks: int, asked: Asked) 
     config.device = "cuda" if device.type == "cuda" else "cpu"  # a resume must not change the device silently
     cards = gpus.seen_here() if device.type == "cuda" else []
     check_kernels(cards)
+    warnings = without_tf32(config, device, local, asked)
     precision = Precision(config.precision, device)
     unused_fields.check(task, config, asked)
     wandb.check(config.log.wandb)
@@ -174,7 +179,35 @@ def check_run(task: Task, config: Config, local: int, ranks: int, asked: Asked) 
     total = build.total_steps(config, build.plan_of(config, len(train_set)))
     schedule.check(task, config, total)
     trace.steps_of(config.log.trace, total=total)
-    return _Checked(precision, cards, train_set, eval_sets, total, problem)
+    return _Checked(precision, cards, train_set, eval_sets, total, problem, warnings)
+
+
+def choose_precision(config: Config, request: Request) -> str:
+    """Write the precision that `auto` stands for into a new run's configuration. Returns a line about it, or ''."""
+    if config.precision != "auto":
+        return ""
+    device = pick_device(config, request.ranks, 0)
+    known = [gpus.of_ranks(request.ranks), *request.elsewhere()] if device.type == "cuda" else []
+    cards = [card for found in known for card in found] if all(known) else []
+    config.precision, reason = auto(device, cards)  # type: ignore[assignment]
+    return reason
+
+
+def without_tf32(config: Config, device: torch.device, local: int, asked: Asked) -> list[str]:
+    """Return a warning if a run of tf32 gets devices that do not have it: a resume on a CPU, for example.
+
+    Args:
+        local: Number of ranks on this machine.
+
+    Raises:
+        Refused: the user asks for tf32 now.
+    """
+    if config.precision != "tf32":
+        return []
+    lacks = lacks_tf32(device, gpus.of_ranks(local) if device.type == "cuda" else [])
+    if lacks and "precision" in asked.fields:
+        raise Refused(f"precision tf32 needs {lacks}; use --precision fp32")
+    return [f"precision tf32 needs {lacks}, so this run computes in fp32 here"] if lacks else []
 
 
 def not_exact(task: Task, config: Config, found: _Checked) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import json
 import os
 import signal
@@ -13,7 +14,7 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-from train import screen
+from train import gpus, screen
 from train.errors import EXIT_REFUSED, Refused, one_line
 from train.launcher.create_run import check_in_fork
 from train.launcher.request import ALONE, LaunchRequest, Request
@@ -79,6 +80,8 @@ def _under_torchrun(runs: Path, name: str | None, request: Request) -> int:
     store = dist.PrefixStore(f"train/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", meeting)
     rank_env = dataclasses.replace(rank_env, init=dist.PrefixStore("train/group", store))
     if rank_env.rank:
+        if rank_env.size > rank_env.local_size:
+            tell_cards(store, rank_env.rank, gpus.of_ranks(rank_env.local_size))
         received = json.loads(store.get("run"))
         if "refused" in received:
             with contextlib.suppress(RuntimeError):  # rank 0, which may serve the store, exits when all have read
@@ -88,6 +91,8 @@ def _under_torchrun(runs: Path, name: str | None, request: Request) -> int:
     code = 1
     try:
         request.ranks, request.nodes = shape(rank_env)
+        if rank_env.size > rank_env.local_size:
+            request.elsewhere = functools.partial(cards_of, store, rank_env.size)
         made, _held = open_under_torchrun(runs, name, request)
         stop = StopRequest()
 
@@ -108,6 +113,17 @@ def _under_torchrun(runs: Path, name: str | None, request: Request) -> int:
         traceback.print_exc()
     finally:
         leave(code)
+
+
+def tell_cards(store: Any, rank: int, cards: list[gpus.Card]) -> None:
+    """Tell the first rank the GPUs of this machine's ranks."""
+    store.set(f"cards/{rank}", json.dumps([*map(dataclasses.astuple, cards)]))
+
+
+def cards_of(store: Any, ranks: int) -> list[list[gpus.Card]]:
+    """Return what the other ranks tell: the GPUs of their machine's ranks; an empty list: unknown."""
+    received = [json.loads(store.get(f"cards/{rank}")) for rank in range(1, ranks)]
+    return [[gpus.Card(name, (major, minor), uuid) for name, (major, minor), uuid in cards] for cards in received]
 
 
 def _refuse(store: Any, others: int, error: BaseException) -> None:

@@ -60,13 +60,16 @@ def prepare_fork(run: Run, step: int, flags: dict[str, str], ranks: int) -> Prep
         config.micro_batch_size = None
     if config.micro_batch_size == "auto":
         raise Refused("--micro_batch_size auto does not work for a fork; give a number")
+    if config.precision == "auto":
+        raise Refused(f"--precision auto does not work for a fork; give {before.precision}, or another one")
     checks.cut_batch(config, ranks, ALONE)
     source = of_run(run, task)
     found = checks.check_run(task, config, ranks, ranks, asked(source, flags))
     model = checks.check_model(task, config, ranks, found.precision)
     if config.cpu_threads is None:
         config.cpu_threads, _ = cores.default_threads(ranks, found.precision.device, model)
-    warnings = [*check_data(run, task, config, found.train_set, found.eval_sets), *imports.edited(run, record)]
+    warnings = [*found.warnings, *check_data(run, task, config, found.train_set, found.eval_sets)]
+    warnings += imports.edited(run, record)
     if found.total <= step:
         end = f"the new run would end after step {found.total}; give more --epochs or --steps"
         raise Refused(f"the checkpoint is of step {step}, but {end}")

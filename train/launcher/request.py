@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from train import gpus
 from train.errors import Refused
 from train.run import folders
 from train.tasks import Task, load
@@ -34,6 +36,8 @@ class Request:
     """Possible numbers of machines."""
     copy: str | None = None
     """Copy of the task's file, made at submission. Modules beside the original are still found."""
+    elsewhere: Callable[[], list[list[gpus.Card]]] = list
+    """Under torchrun on several machines: returns the GPUs of each other rank's machine; an empty list: unknown."""
 
 
 @dataclasses.dataclass

@@ -19,7 +19,6 @@ from train.launcher.task_source import of_run
 from train.launcher.unused_fields import asked, of_no_use
 from train.parallel import choose
 from train.parallel.devices import NoGPU
-from train.parallel.precision import ON_GPU_ALONE
 from train.run import imports, states
 from train.run.metrics import evaluations
 from train.run.run_folder import Run
@@ -54,8 +53,8 @@ def prepare_resume(run: Run, flags: dict[str, str], local: int, nodes: range = A
             unused.append(f"the task {task.name} has changed since; {run.name} continues with the new version")
     if not isinstance(config.micro_batch_size, int) or config.cpu_threads is None:
         raise Refused(f"micro_batch_size or cpu_threads is missing in {run.folder / 'config.toml'}; put it back")
-    if config.precision in ON_GPU_ALONE and (config.device == "cpu" or not cuda.device_count()):
-        problem = f"{run.name} computes in {config.precision}, which needs a GPU, but torch sees none here"
+    if config.precision == "fp16" and (config.device == "cpu" or not cuda.device_count()):
+        problem = f"{run.name} computes in fp16, which needs a GPU, but torch sees none here"
         raise Refused(f"{problem}; check with nvidia-smi, or resume it on a machine with a GPU")
     checks.check_ranks(config, local, nodes)
     source = of_run(run, task)
@@ -64,7 +63,8 @@ def prepare_resume(run: Run, flags: dict[str, str], local: int, nodes: range = A
     except NoGPU:
         on_cpu = f"check with nvidia-smi, or continue on the CPU with other bits: train resume {run.name} --device cpu"
         raise NoGPU(f"{run.name} computes on GPUs, but torch sees none here; {on_cpu}") from None
-    warnings = [*unused, *check_data(run, task, config, found.train_set, found.eval_sets), *imports.edited(run, record)]
+    warnings = [*unused, *found.warnings, *check_data(run, task, config, found.train_set, found.eval_sets)]
+    warnings += imports.edited(run, record)
     if found.total < step:
         more = f"more than the requested {found.total}; give more --epochs or --steps"
         raise Refused(f"{run.name} has already trained {step} steps, {more}")

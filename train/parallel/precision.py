@@ -5,19 +5,58 @@ from __future__ import annotations
 import contextlib
 import os
 import warnings
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from train.errors import Refused
+from train.gpus import Card
 from train.parallel.torch_private import scaler_state
 
 _NOTHING = contextlib.nullcontext()
 # by torch 2.9 and 2.10, of the older of the two ways to say one thing that `allow_tf32` uses
 warnings.filterwarnings("ignore", message="Please use the new API settings to control TF32 behavior")
 
-ON_GPU_ALONE = {"fp16": "bf16 or fp32", "tf32": "fp32"}
-"""Maps a precision that a CPU does not have to its replacement. Weights are fp32 in both."""
+ON_GPU_ALONE = ("fp16", "tf32")
+"""Precisions that a CPU does not have. Weights are fp32 in both."""
+_HAS_TF32 = (8, 0)
+"""Lowest compute capability of GPUs that have TF32 and bf16."""
+
+
+def auto(device: torch.device, cards: Sequence[Card]) -> tuple[str, str]:
+    """Return the precision of a run whose user has chosen none, and a line about it; '' on a CPU.
+
+    Args:
+        cards: The GPUs of all ranks; empty: unknown.
+    """
+    if device.type != "cuda":
+        return "fp32", ""
+    if not cards:
+        return "fp32", (
+            "precision fp32, because NVML does not know the GPUs; on compute capability 8.0 and newer --precision tf32 "
+            "and bf16 are faster"
+        )
+    lowest = min(cards, key=lambda card: card.capability)
+    has = f"{lowest.name} has compute capability {_version(lowest.capability)}"
+    if lowest.capability < _HAS_TF32:
+        return "fp32", f"precision fp32, because {has}, and tf32 needs {_version(_HAS_TF32)}"
+    return "tf32", f"precision tf32, because {has}; --precision bf16 is faster still, --precision fp32 is more exact"
+
+
+def lacks_tf32(device: torch.device, cards: Sequence[Card]) -> str:
+    """Return what TF32 needs and these devices lack; '' if they have TF32, or if the cards are unknown."""
+    if device.type != "cuda":
+        return "a GPU"
+    lowest = min(cards, key=lambda card: card.capability, default=None)
+    if lowest is None or lowest.capability >= _HAS_TF32:
+        return ""
+    needed, has = _version(_HAS_TF32), _version(lowest.capability)
+    return f"a GPU of compute capability {needed} or newer, and {lowest.name} has {has}"
+
+
+def _version(capability: tuple[int, int]) -> str:
+    return ".".join(map(str, capability))
 
 
 def allow_tf32(is_allowed: bool) -> None:
@@ -39,17 +78,21 @@ class Precision:
     """The arithmetic of a run on one device.
 
     fp64 and fp32 are the type of weights and inputs alike. tf32 is fp32 whose products a GPU computes with a mantissa
-    of 10 bits, in matrix products and convolutions; fp32 does so in neither (torch would in convolutions). bf16 and
-    fp16 are autocast over fp32 weights; fp16 scales the loss so that small gradients do not become 0 (Micikevicius et
-    al., "Mixed Precision Training", 2018).
+    of 10 bits, in matrix products and convolutions; fp32 does so in neither (torch would in convolutions). A device
+    without TF32 computes such a run in fp32. bf16 and fp16 are autocast over fp32 weights; fp16 scales the loss so that
+    small gradients do not become 0 (Micikevicius et al., "Mixed Precision Training", 2018).
+
+    Args:
+        name: One of the field's values except auto, which the launch has replaced.
 
     Raises:
         Refused: this device cannot do it.
     """
 
     def __init__(self, name: str, device: torch.device) -> None:
-        if name in ON_GPU_ALONE and device.type != "cuda":
-            raise Refused(f"precision {name} needs a GPU; on a CPU use --precision {ON_GPU_ALONE[name]}")
+        assert name != "auto"
+        if name == "fp16" and device.type != "cuda":
+            raise Refused("precision fp16 needs a GPU; on a CPU use --precision bf16 or fp32")
         if device.type == "cuda":
             allow_tf32(name == "tf32")
         self.device = device

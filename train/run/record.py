@@ -128,6 +128,8 @@ class Record(TypedDict):
     """Maps files that the task needs and that are not copied to their digests."""
     chosen: NotRequired[list[str]]
     """Fields whose values were chosen automatically at launch."""
+    precision_reason: NotRequired[str]
+    """Which precision was chosen automatically, and why, as a line; '' if the user has chosen one, and on a CPU."""
     total_steps: NotRequired[int | None]
     samples: NotRequired[int]
     saved_step: NotRequired[int]

@@ -104,7 +104,9 @@ def difference(first: Mapping[str, Any], other: Mapping[str, Any]) -> str:
             return f"{who} has another {what} than {zero}: {short(its.get(key))} instead of {short(mine.get(key))}"
     for key in sorted(fields.keys() | its_fields.keys()):
         if fields.get(key) != its_fields.get(key):
-            return f"{who} has another configuration than {zero}: {key} is {its_fields.get(key)}, not {fields.get(key)}"
+            values = f"{key} is {its_fields.get(key)}, not {fields.get(key)}"
+            way = "; set it with --precision on all machines" if key == "precision" else ""  # by default of the GPUs
+            return f"{who} has another configuration than {zero}: {values}{way}"
     counts, share = (other["nproc"], first["nproc"]), fields.get("parallel.shard_size")
     # each has checked that `share` divides the ranks of any number of machines like itself
     if isinstance(share, int) and counts[0] != counts[1] and any(count % share for count in counts):

@@ -278,5 +278,7 @@ def _announce(job: Job, attempt: int, start: ResumeState, mark: str) -> None:
         job.loggers.say(text)
     if reason := record.get("cpu_threads_reason"):
         job.loggers.say(f"{threads} CPU thread{'s' if threads > 1 else ''} per rank ({reason})")
+    if reason := record.get("precision_reason"):
+        job.loggers.say(reason)
     if reason := record.get("micro_batch_size_reason"):
         job.loggers.say(f"micro batches of {config.micro_batch_size} samples ({reason})")

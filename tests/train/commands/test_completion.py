@@ -56,7 +56,7 @@ OFFERED = {
     "train launch ": {*tasks.BUILT_IN, "mine.py", "bin/", "elsewhere/", "runs/"},
     "train launch --follow --batch-size 4 --optim.weight-decay=1 --compile true di": {"digits"},
     "train run digits --optim.": {f"--{name}" for name in config.fields() if name.startswith("optim.")},
-    "train run digits --precision ": {"fp64", "fp32", "bf16", "fp16", "tf32"},
+    "train run digits --precision ": {"auto", "fp64", "fp32", "bf16", "fp16", "tf32"},
     "train run digits --sync-batchnorm ": {"true", "false"},
     "train run digits --max": set(),
     "train run --config so": {"some.toml"},

@@ -7,11 +7,17 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
+from train import gpus
 from train.config import Config
 from train.errors import Refused
-from train.launcher.checks import prepare
+from train.gpus import Card
+from train.launcher import foreground
+from train.launcher.checks import Prepared, prepare
 from train.launcher.request import Request
+from train.launcher.resume import prepare_resume
+from train.parallel.devices import NoGPU
 from train.parallel.precision import Precision
 from train.parallel.strategy import Strategy
 from train.parallel.world import World
@@ -46,9 +52,93 @@ def test_fp16_on_a_cpu_is_refused_with_the_remedy(engine: Any) -> None:
         prepare(Request(str(engine.task), {"precision": "fp16", "device": "cpu"}))
 
 
-def test_tf32_on_a_cpu_is_refused_with_the_remedy(engine: Any) -> None:
-    with pytest.raises(Refused, match="tf32 needs a GPU; on a CPU use --precision fp32"):
+T4, H100, H200 = Card("Tesla T4", (7, 5)), Card("NVIDIA H100", (9, 0)), Card("NVIDIA H200", (9, 0))
+
+
+def launched(engine: Any, monkeypatch: pytest.MonkeyPatch, cards: list[Card], **request: Any) -> Prepared:
+    """A run that is checked where there are these GPUs."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(cards) or 1)
+    monkeypatch.setattr(gpus, "cards", lambda: cards)
+    flags = {key: str(value) for key, value in engine.flags.items()} | request.pop("flags", {})
+    return prepare(Request(str(request.pop("task", engine.task)), flags, **request))
+
+
+@pytest.mark.parametrize(
+    ("cards", "ranks", "elsewhere", "chosen", "said"),
+    [
+        ([H100, H100], 2, [], "tf32", "NVIDIA H100 has compute capability 9.0; --precision bf16 is faster still"),
+        ([H100, T4], 2, [], "fp32", "Tesla T4 has compute capability 7.5, and tf32 needs 8.0"),
+        ([H100, T4], 1, [], "tf32", "NVIDIA H100 has"),  # the only rank is on the first one
+        ([Card("NVIDIA A10", (8, 6)), H100], 2, [], "tf32", "NVIDIA A10 has compute capability 8.6"),
+        ([H100], 1, [[H200], [T4]], "fp32", "Tesla T4 has"),
+        ([H100], 1, [[H200], []], "fp32", "NVML does not know the GPUs"),
+        ([], 1, [], "fp32", "NVML does not know the GPUs; on compute capability 8.0 and newer --precision tf32"),
+    ],
+)
+def test_where_nobody_chooses_the_lowest_card_of_the_run_does(
+    engine: Any, monkeypatch: pytest.MonkeyPatch, cards: list[Card], ranks: int, elsewhere: list[list[Card]],
+    chosen: str, said: str,
+) -> None:  # fmt: skip
+    made = launched(engine, monkeypatch, cards, ranks=ranks, elsewhere=lambda: elsewhere)
+    assert f'precision = "{chosen}"\n' in str(made.files["config.toml"])
+    assert made.record["precision_reason"].startswith(f"precision {chosen}, because ")
+    assert said in made.record["precision_reason"] and made.warnings == []
+
+
+def test_what_the_user_chooses_is_kept_and_not_explained(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("fp32", "bf16", "tf32"):
+        made = launched(engine, monkeypatch, [H100], flags={"precision": name})
+        assert (made.config.precision, made.record["precision_reason"]) == (name, "")
+
+
+def test_on_a_cpu_it_is_fp32_without_a_word(engine: Any) -> None:
+    assert engine.run("auto")["state"] == "finished"
+    assert 'precision = "fp32"' in (engine.station.run("auto").folder / "config.toml").read_text()
+    assert "precision" not in engine.said("auto")
+
+
+def test_tf32_is_refused_where_there_is_none_with_the_remedy(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(Refused, match="tf32 needs a GPU; use --precision fp32"):
         prepare(Request(str(engine.task), {"precision": "tf32", "device": "cpu"}))
+    with pytest.raises(Refused, match=r"tf32 needs a GPU of .* 8\.0 or newer, and Tesla T4 has 7\.5; use --precision"):
+        launched(engine, monkeypatch, [T4], flags={"precision": "tf32"})
+
+
+def test_a_run_of_tf32_goes_on_where_there_is_none_in_fp32_and_is_never_chosen_for_again(
+    engine: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One command moves a run to the CPU whose GPUs are gone."""
+    task = tmp_path / "task.py"
+    task.write_text(engine.task.read_text() + '\nDEFAULTS = {"precision": "tf32"}\n')  # nobody asks for it by hand
+    engine.run("whole", task=engine.task)
+    assert engine.run("moved", script=["4 0 SIGTERM"], task=task)["state"] == "stopped"
+    config = engine.station.run("moved").folder / "config.toml"
+    config.write_text(config.read_text().replace('device = "cpu"', 'device = "cuda"'))
+    with pytest.raises(NoGPU, match="train resume moved --device cpu"):
+        engine.resume("moved")
+    _, warnings = prepare_resume(engine.station.run("moved"), {"device": "cpu"}, 1)
+    assert warnings == ["precision tf32 needs a GPU, so this run computes in fp32 here"]
+    assert engine.resume("moved", device="cpu")["state"] == "finished"
+    assert 'precision = "tf32"' in config.read_text()
+    assert engine.outcome("moved") == engine.outcome("whole")
+    with pytest.raises(Refused, match="precision was tf32 and is auto now"):
+        engine.resume("moved", precision="auto")
+    with pytest.raises(Refused, match="--precision auto does not work for a fork; give tf32, or another one"):
+        engine.fork("moved", "of-moved", 4, precision="auto", epochs=3)
+    with pytest.raises(Refused, match="tf32 needs a GPU; use --precision fp32"):
+        engine.fork("moved", "of-moved", 4, precision="tf32", device="cpu")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(gpus, "cards", lambda: [T4])
+    given, warnings = prepare_resume(engine.station.run("moved"), {"device": "cuda", "epochs": "3"}, 1)
+    assert given.precision == "tf32"
+    assert warnings[0].startswith("precision tf32 needs a GPU of compute capability 8.0 or newer, and Tesla T4 has 7.5")
+
+
+def test_the_ranks_of_torchrun_tell_the_first_one_their_cards() -> None:
+    store = dist.HashStore()
+    for rank, cards in ((1, [H100, T4]), (2, [])):
+        foreground.tell_cards(store, rank, cards)
+    assert foreground.cards_of(store, 3) == [[H100, T4], []]
 
 
 def test_a_rank_that_has_scaled_no_loss_yet_takes_part_in_a_step_that_scales() -> None:

@@ -26,6 +26,7 @@ def hello(node: int, **more: Any) -> dict[str, Any]:
         ({"same": SAME | {"torch": "2.8"}}, "another version of torch than node 0 (host0): 2.8 instead of 2.7.1"),
         ({"same": SAME | {"task": "u"}}, "another task file"),
         ({"same": SAME | {"config": {"seed": 1}}}, "seed is 1, not 0"),
+        ({"same": SAME | {"config": {"seed": 0, "precision": "tf32"}}}, "set it with --precision on all machines"),
     ],
 )
 def test_a_node_that_differs_is_told_in_what(more: dict[str, Any], words: str) -> None:
