@@ -30,6 +30,7 @@ ARG APT_MIRROR=
 ARG EXTRA_APT=
 # Packages for the services, for people (editors, tmux, git, rsync, htop) and for operators. Triton compiles its
 # launchers at run time with gcc and Python's headers; extensions need them too. CUDA 12.1 accepts gcc up to 12.2.
+# NCCL loads libibverbs, and that loads the providers; without them NCCL uses TCP.
 # apt's lists and archives stay in cache mounts. The host keys that sshd's package makes must not be in a layer, because
 # every station would share them.
 # Versions come from one stable release of Debian with its security fixes, of today or of the day in APT_MIRROR. Older
@@ -50,9 +51,9 @@ RUN --mount=type=cache,target=/var/cache/apt,sharing=locked \
     DEBIAN_FRONTEND=noninteractive apt-get upgrade -y --no-install-recommends; \
     # shellcheck disable=SC2086 # EXTRA_APT is a list
     DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends \
-        bash-completion ca-certificates curl g++ gcc git htop iproute2 iputils-ping less libc6-dev lsof make nano \
-        openssh-client openssh-server procps python3 python3-dev python3-pip rsync supervisor tini tmux unzip vim-tiny \
-        wget ${EXTRA_APT}; \
+        bash-completion ca-certificates curl g++ gcc git htop ibverbs-providers iproute2 iputils-ping less libc6-dev \
+        libibverbs1 lsof make nano openssh-client openssh-server procps python3 python3-dev python3-pip rsync \
+        supervisor tini tmux unzip vim-tiny wget ${EXTRA_APT}; \
     update-alternatives --quiet --install /usr/bin/vim vim /usr/bin/vim.tiny 10; \
     rm -f /etc/ssh/ssh_host_* /etc/apt/apt.conf.d/ca_bundle; \
     # Allow pip to install into a user's home folder.

@@ -43,11 +43,14 @@ check_neighbours() {
     fi
 }
 
+# Succeed if this machine has cards for InfiniBand or RoCE whose device files a container can get.
+has_rdma() { compgen -G '/dev/infiniband/uverbs*' >/dev/null; }
+
 # Print the compose files in COMPOSE_FILE besides the station's. One that dev can write to would be dev's way out.
 more_files() {
     local IFS=: file
     for file in $(setting COMPOSE_FILE); do
-        case ${file#./} in '' | docker-compose.yml | docker-compose.cpu.yml | docker-compose.cluster.yml) ;; *) printf '%s\n' "$file" ;; esac
+        case ${file#./} in '' | docker-compose.yml | docker-compose.cpu.yml | docker-compose.rdma.yml | docker-compose.cluster.yml) ;; *) printf '%s\n' "$file" ;; esac
     done
 }
 check_compose_files() {

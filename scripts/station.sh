@@ -28,6 +28,7 @@ lowered=() # NAME VALUE …: settings that this machine cannot satisfy, and thei
 compose_files() {
     printf docker-compose.yml
     [ "$mode" != cpu ] || printf :docker-compose.cpu.yml
+    [ "$mode" != gpu ] || ! has_rdma || printf :docker-compose.rdma.yml
     [ -z "$(setting CLUSTER_NETWORK)" ] || printf :docker-compose.cluster.yml
     more_files | while IFS= read -r file; do printf ':%s' "$file"; done
 }
@@ -72,6 +73,7 @@ choose_mode() {
             *) ids=0; for ((first = 1; first < gpus; first++)); do ids+=,$first; done ;;
         esac
         say "GPU: the engine hands out NVIDIA devices${gpus:+ (GPUS=$gpus)}"
+        ! has_rdma || say "InfiniBand: the station gets /dev/infiniband, so that NCCL can use it"
         keep_gpus
         if [ "$ids" != all ]; then
             devices="{deploy: {resources: {reservations: {devices: !override [{driver: nvidia, device_ids: [\"${ids//,/\",\"}\"], capabilities: [gpu]}]}}}}"

@@ -54,3 +54,8 @@ def test_a_limit_of_memory(station: Station, checkout: Path) -> None:
     assert finding["verdict"] == "problem"
     assert "512 MiB" in finding["seen"]
     assert examined(station, checkout, "--memory", "16g", "--memory-swap", "16g")["memory"]["verdict"] == "ok"
+
+
+def test_nccl_finds_the_library_for_infiniband(station: Station) -> None:
+    asks = "from train import infiniband; print(infiniband.cards_of_library())"
+    assert station.dev("python3", "-c", asks).stdout == "([], '')\n"  # it loads, and there is no card

@@ -11,6 +11,7 @@ import importlib.util
 import json
 import os
 import shutil
+import stat
 import subprocess
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -130,6 +131,35 @@ def test_the_engine_is_asked_for_exactly_these(gpu_station: Station, engine: Eng
         (request,) = json.loads(run("docker", "--host", engine.host, "inspect", "-f", inspect, name).stdout)
         assert request["DeviceIDs"] == ids
         assert request["Capabilities"] == [["gpu"]]
+    finally:
+        gpu_station.make("down")
+
+
+@pytest.fixture
+def card() -> Iterator[None]:
+    """The device file of an InfiniBand card, which is /dev/null's device."""
+    folder, file = Path("/dev/infiniband"), Path("/dev/infiniband/uverbs0")
+    if file.exists():
+        yield  # this machine has a card
+        return
+    folder.mkdir(exist_ok=True)
+    os.mknod(file, 0o666 | stat.S_IFCHR, os.makedev(1, 3))
+    file.chmod(0o666)
+    try:
+        yield
+    finally:
+        file.unlink()
+        folder.rmdir()
+
+
+@pytest.mark.usefixtures("card")
+def test_a_station_with_gpus_gets_the_infiniband_cards(gpu_station: Station, engine: Engine) -> None:
+    gpu_station.settings["GPUS"] = ""
+    printed = gpu_station.make("up").stdout
+    try:
+        assert "InfiniBand: the station gets /dev/infiniband" in printed
+        inside = ("docker", "--host", engine.host, "exec", "--user", "4321", f"{gpu_station.project}-station-1")
+        run(*inside, "sh", "-c", "echo >/dev/infiniband/uverbs0")  # user dev may open it
     finally:
         gpu_station.make("down")
 

@@ -7,7 +7,7 @@ import ipaddress
 import socket
 from collections.abc import Iterator
 
-from train import variables
+from train import infiniband, variables
 from train.doctor.finding import Finding, ok, problem, warning
 from train.doctor.machine import Machine
 from train.supervise.address import Place, interface_of, is_mine, source_towards
@@ -121,26 +121,40 @@ def names_of_interfaces(machine: Machine, interface: str = "") -> Iterator[Findi
             yield problem(variable, f"is {wish}, but {interface} leads to the rendezvous", fitting)
         elif wish:
             yield ok(variable, wish)
+        elif interface and is_nccl and (ports := infiniband.usable(machine.environ, machine.root)):
+            yield ok(variable, f"not set, because NCCL uses {', '.join(ports)}")
         elif interface:
             yield ok(variable, f"not set; to choose {interface}: {fitting}")
 
 
 def _infiniband(machine: Machine) -> Finding:
-    """Check the ports of InfiniBand or RoCE, their state and rate (sysfs-class-infiniband)."""
-    up: list[str] = []
-    down: list[str] = []
-    for card in machine.list("/sys/class/infiniband"):
-        for port in machine.list(f"/sys/class/infiniband/{card}/ports"):
-            folder = f"/sys/class/infiniband/{card}/ports/{port}"
-            state, rate = machine.read(f"{folder}/state").strip(), machine.read(f"{folder}/rate").strip()
-            (up if "ACTIVE" in state else down).append(f"{card}:{port} ({rate or state})")
-    if not up and not down:
-        return ok("InfiniBand", "none; TCP is used")
-    if machine.environ.get("NCCL_IB_DISABLE", "0") != "0":
-        return warning("InfiniBand", f"NCCL_IB_DISABLE switches off {', '.join(up + down)}", "unset NCCL_IB_DISABLE")
-    if not up:
-        return problem("InfiniBand", f"no port is active: {', '.join(down)}", "ibstat; sudo systemctl restart opensm")
-    if not machine.list("/dev/infiniband"):
-        seen = f"{', '.join(up)}, but this container has no /dev/infiniband"
-        return problem("InfiniBand", seen, "docker run --device /dev/infiniband --ulimit memlock=-1 …")
-    return ok("InfiniBand", ", ".join(up))
+    """Check whether NCCL can use the ports of InfiniBand or RoCE."""
+    name, remedy = "InfiniBand", "docker run --device /dev/infiniband --ulimit memlock=-1 …"
+    if machine.is_station:
+        remedy = "make up  # on the host"
+    ports = infiniband.ports(machine.root)
+    active = [port for port in ports if port.is_active]
+    everyone = ", ".join(f"{port.name} ({port.rate or port.state})" for port in active or ports)
+    if not ports:
+        return ok(name, "none; NCCL uses TCP")
+    if machine.environ.get(infiniband.DISABLE, "0") != "0":
+        return warning(name, f"{infiniband.DISABLE} switches off {everyone}", f"unset {infiniband.DISABLE}")
+    if not active:
+        return problem(name, f"no port is active: {everyone}", "ibstat; sudo systemctl restart opensm")
+    if not machine.list(infiniband.DEVICES):
+        where = "this container has" if machine.is_container else "there is"
+        seen = f"{everyone}, but {where} no /dev/infiniband; NCCL uses TCP"
+        return problem(name, seen, remedy if machine.is_container else "sudo modprobe ib_uverbs")
+    known, lacking = infiniband.cards_of_library()
+    if lacking or not all(port.card in known for port in active):
+        what = lacking or f"libibverbs knows only {', '.join(known) or 'no card'}"
+        install = "sudo apt-get install libibverbs1 ibverbs-providers"
+        return problem(
+            name,
+            f"{everyone}, but NCCL uses TCP: {what}",
+            "make rebuild  # on the host" if machine.is_station else install,
+        )
+    if shut := [port for port in active if not port.is_open_to_us]:
+        seen = f"this user cannot open {', '.join(sorted({str(port.device) for port in shut}))}; NCCL uses TCP"
+        return problem(name, seen, "sudo chmod 666 /dev/infiniband/uverbs*  # on the host")
+    return ok(name, f"NCCL uses {everyone}")

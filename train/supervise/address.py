@@ -9,9 +9,10 @@ import ipaddress
 import re
 import socket
 import struct
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
+from train import variables
 from train.errors import Refused
 
 _SIOCGIFADDR = 0x8915
@@ -147,14 +148,18 @@ def reached_by(addresses: Iterable[str]) -> str:
     return next((one for one in addresses if one and not is_loopback(one)), "")
 
 
-def interfaces(to: str, port: int, environ: Mapping[str, str], reached: str = "") -> tuple[str, dict[str, str]]:
+def interfaces(
+    to: str, port: int, environ: Mapping[str, str], reached: str = "", infiniband: Sequence[str] = ()
+) -> tuple[str, dict[str, str]]:
     """Return the interface that leads to the other machines, and the variables to set for it unless the user has.
 
-    Node 0 reaches itself by the loopback. There it is the interface whose address the other machines use.
+    Node 0 reaches itself by the loopback. There it is the interface whose address the other machines use. NCCL gets no
+    interface if it uses InfiniBand: it then chooses the one for its first messages itself.
 
     Args:
         to: Address at which this machine reaches node 0.
         reached: On node 0, the address that another machine has used: node 0's own name may resolve to 127.0.1.1.
+        infiniband: The ports of this machine that NCCL uses.
     """
     if reached and is_loopback(to):
         to = reached
@@ -162,5 +167,7 @@ def interfaces(to: str, port: int, environ: Mapping[str, str], reached: str = ""
     name = interface_of(source) if source else ""
     if not name:
         return "", {}
-    wanted = {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": f"={name}"}
+    wanted = {variables.GLOO: name}
+    if not infiniband:
+        wanted[variables.NCCL] = f"={name}"
     return name, {key: value for key, value in wanted.items() if not environ.get(key)}

@@ -60,6 +60,7 @@ class MultiNodeSupervisor(Supervisor):
             time.sleep(0.02)
         nodes.take_over()
         by = f" over {nodes.interface}" if nodes.interface else ""
+        by += f" (InfiniBand for NCCL: {', '.join(nodes.infiniband)})" if nodes.infiniband else ""
         self.say(f"all nodes are connected{by}: {', '.join(nodes.names())}")
         return None
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 import os
 import re
@@ -17,7 +18,7 @@ import uuid
 from collections.abc import Callable, Mapping
 from typing import Any, cast
 
-from train import screen
+from train import infiniband, screen
 from train.errors import Refused, shortened
 from train.parallel.rank_env import RankEnv
 from train.run import ownership
@@ -205,10 +206,16 @@ class Nodes:
         """The network interface that leads to the other nodes."""
         return self._interfaces({})[0]
 
+    @functools.cached_property
+    def infiniband(self) -> list[str]:
+        """The ports of this machine that NCCL uses."""
+        return infiniband.usable(os.environ)
+
     def _interfaces(self, environ: Mapping[str, str]) -> tuple[str, dict[str, str]]:
         others = self._current.nodes[1:] if self.round is not None and not self.settings.node else []
         reached = address.reached_by(one["to"] for one in others if address.is_mine(one["to"]))
-        return address.interfaces(self._rendezvous.address, self.settings.place.port, environ, reached)
+        place = (self._rendezvous.address, self.settings.place.port)
+        return address.interfaces(*place, environ, reached, self.infiniband)
 
     def names(self) -> list[str]:
         """Return the names of the nodes of the attempt."""

@@ -14,6 +14,8 @@ from pathlib import Path
 import pytest
 from machines import by_name, machine, program
 
+from tests.train.verbs import install, plug_in
+from train import infiniband
 from train.doctor import disk, host, network, packages
 from train.doctor.finding import NOT_APPLICABLE, OK, PROBLEM, WARNING, Finding, as_text, exit_code
 from train.doctor.machine import Machine
@@ -237,19 +239,28 @@ def test_the_interface_that_leads_there_and_one_that_does_not() -> None:
         assert alone.verdict == (OK if value == "l" else PROBLEM)
 
 
-def test_infiniband(tmp_path: Path) -> None:
-    port = "sys/class/infiniband/mlx5_0/ports/1/"
-    up = machine(
-        tmp_path, {port + "state": "4: ACTIVE\n", port + "rate": "200 Gb/sec (4X HDR)\n", "dev/infiniband/uverbs0": ""}
-    )
-    assert network._infiniband(up).seen == "mlx5_0:1 (200 Gb/sec (4X HDR))"
-    off = machine(tmp_path, NCCL_IB_DISABLE="1")
-    assert network._infiniband(off).verdict == WARNING
-    down = machine(tmp_path, {port + "state": "1: DOWN\n"})
-    assert network._infiniband(down).verdict == PROBLEM
-    kept = machine(tmp_path / "kept", {port + "state": "4: ACTIVE\n"})
-    assert "no /dev/infiniband" in network._infiniband(kept).seen
-    assert network._infiniband(machine(tmp_path / "none")).verdict == OK
+def test_infiniband(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    here = machine(tmp_path)
+    assert network._infiniband(here).seen == "none; NCCL uses TCP"
+    plug_in(tmp_path, {"mlx5_0": "1: DOWN"})
+    assert network._infiniband(here).verdict == PROBLEM and "no port is active" in network._infiniband(here).seen
+    plug_in(tmp_path, {"mlx5_0": "4: ACTIVE"})
+    monkeypatch.setattr(infiniband, "LIBRARIES", ("libibverbs-of-nobody.so",))
+    without = network._infiniband(here)
+    assert without.verdict == PROBLEM and "libibverbs-of-nobody.so: cannot open" in without.seen
+    assert without.remedy == "sudo apt-get install libibverbs1 ibverbs-providers"
+    install(tmp_path, monkeypatch, "mlx5_9")
+    assert "libibverbs knows only mlx5_9" in network._infiniband(here).seen
+    install(tmp_path, monkeypatch, "mlx5_0")
+    assert network._infiniband(here) == Finding("InfiniBand", OK, "NCCL uses mlx5_0:1 (200 Gb/sec (4X HDR))")
+    assert network._infiniband(machine(tmp_path, NCCL_IB_DISABLE="1")).verdict == WARNING
+    nccl, gloo = network.names_of_interfaces(here, "eth0")
+    assert nccl.seen == "not set, because NCCL uses mlx5_0:1" and "export" in gloo.seen
+    (tmp_path / "dev/infiniband/uverbs0").rename(tmp_path / "dev/infiniband/other")
+    assert "cannot open" in network._infiniband(here).seen
+    (tmp_path / "dev/infiniband/other").unlink()
+    inside = network._infiniband(machine(tmp_path, TRAINSTATION_IMAGE="1"))
+    assert "this container has no /dev/infiniband" in inside.seen and inside.remedy.startswith("make up")
 
 
 # the host
