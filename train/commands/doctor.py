@@ -19,7 +19,8 @@ from train.supervise import address
 
 NAMES = (
     "Docker", "docker compose", "docker buildx", "neighbours", "container toolkit", "GPUs stay", "GPUs", "driver",
-    "compute capability", "GPU memory errors", "GPU heat", "GPU memory", "packages", "torch", "torchvision",
+    "compute capability", "GPU memory errors", "GPU heat", "GPU memory", "persistence mode", "peer access", "IOMMU",
+    "ACS", "packages", "torch", "torchvision",
     "LD_LIBRARY_PATH", "shared memory", "memory", "locked memory", "open files", "user name", "home folder",
     "cache folders",
     "folder of runs", "room on disk", "file system", "file locks", "write speed", "clock",

@@ -1,4 +1,4 @@
-"""Checks of GPUs: driver, kernels, errors, heat, memory in use. Read from nvidia-smi."""
+"""Checks of GPUs: driver, kernels, errors, heat, memory in use, persistence mode. Read from nvidia-smi."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 import xml.etree.ElementTree as xml
 from collections.abc import Iterator
 
-from train.doctor import packages
+from train.doctor import packages, peers
 from train.doctor.finding import Finding, not_applicable, ok, problem, warning
 from train.doctor.machine import Machine, Output
 
@@ -39,6 +39,11 @@ class SmiGpu:
     def label(self) -> str:
         return f"GPU {self.number}"
 
+    @property
+    def as_peer(self) -> peers.Gpu:
+        address = self.node.get("id", "").lower()  # with a domain of eight digits; the kernel writes four
+        return peers.Gpu(self.number, self.text("product_name"), re.sub(r"^0{4}(?=[0-9a-f]{4}:)", "", address))
+
 
 def _figure(node: xml.Element | None) -> float | None:
     """Return the number in an element, without its unit."""
@@ -68,6 +73,8 @@ def checks(machine: Machine) -> Iterator[Finding]:
     yield _memory_errors(gpus)
     yield _heat(gpus)
     yield _others(gpus)
+    yield _persistence(machine, gpus)
+    yield from peers.checks(machine, [gpu.as_peer for gpu in gpus])
 
 
 def _no_answer(machine: Machine, output: Output | None) -> Finding:
@@ -193,3 +200,13 @@ def _others(gpus: list[SmiGpu]) -> Finding:
     if busy:
         return warning("GPU memory", f"in use: {'; '.join(busy)}", "nvidia-smi")
     return ok("GPU memory", "free")
+
+
+def _persistence(machine: Machine, gpus: list[SmiGpu]) -> Finding:
+    """Check whether the driver stays loaded while no process uses a card."""
+    off = [gpu.label for gpu in gpus if gpu.text("persistence_mode") == "Disabled"]
+    if off:
+        seen = f"off for {', '.join(off)}: each start waits until the driver has set up the card again"
+        where = "on the host, " if machine.is_container else ""
+        return warning("persistence mode", seen, f"sudo nvidia-smi -pm 1  # {where}until the next boot")
+    return ok("persistence mode", "on" if any(gpu.text("persistence_mode") for gpu in gpus) else "not reported")

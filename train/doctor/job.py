@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 from train import format, variables
-from train.doctor import finding
+from train.doctor import finding, peers
 from train.doctor.finding import Finding, ok, problem, warning
 from train.errors import one_line
 from train.gpus import number_by_bus
@@ -229,6 +229,14 @@ def _sums(place: JobRank, store: dist.Store, facts: Facts, backend: str) -> Iter
     if bad:
         who = "; ".join(f"rank {rank} ({facts[rank]['host']}): {error[:160]}" for rank, error in sorted(bad.items()))
         remedy = f"train doctor --rendezvous {place.address}:{place.port}  # on each; NCCL_DEBUG=INFO shows more"
+        if (
+            backend == "nccl"
+            and len({fact["host"] for fact in facts.values()}) == 1
+            and peers.DISABLE not in os.environ
+        ):
+            remedy = (
+                f"{peers.DISABLE}=1 train doctor --job  # if this passes: train doctor --only 'peer access,IOMMU,ACS'"
+            )
         yield problem("all-reduce", f"over {backend}: {who}", remedy)
         return
     for size, seconds in mine["seconds"].items():
