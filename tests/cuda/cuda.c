@@ -678,6 +678,8 @@ cudaError_t cudaMalloc(void **memory, size_t size)
 }
 cudaError_t cudaFree(void *memory)
 {
+    if (forked) /* with its caching allocator torch does not call this for a tensor that a child inherits and drops */
+        return cudaSuccess;
     CONTEXT();
     int device;
     size_t size = memory ? removed(memory, ON_DEVICE, &device) : 0;
@@ -843,6 +845,11 @@ cudaError_t cudaIpcGetMemHandle(cudaIpcMemHandle_t *handle, void *memory)
 
 static const void *spin; /* torch.cuda._sleep: its argument is a number of clock cycles */
 
+static int64_t spinning(int64_t cycles)
+{
+    return (int64_t)((double)cycles * 1e6 / CLOCK_KHZ * atof(standin_option("SPIN", "1")));
+}
+
 void **__cudaRegisterFatBinary(void *binary)
 {
     static void *handle;
@@ -893,7 +900,7 @@ static cudaError_t launched(dim3 grid, dim3 block, cudaStream_t stream, int64_t 
 cudaError_t cudaLaunchKernel(const void *function, dim3 grid, dim3 block, void **arguments, size_t shared, cudaStream_t stream)
 {
     (void)shared;
-    int64_t time = function == spin ? *(int64_t *)arguments[0] * 1000000 / CLOCK_KHZ : LAUNCH_NS;
+    int64_t time = function == spin ? spinning(*(int64_t *)arguments[0]) : LAUNCH_NS;
     return launched(grid, block, stream, time);
 }
 cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t *config, const void *function, void **arguments)
@@ -1011,6 +1018,9 @@ CUresult cuCtxSetCurrent(CUcontext context)
 CUresult cuCtxGetDevice(CUdevice *device) { return *device = current, DRIVER(opened()); }
 CUresult cuCtxSynchronize(void) { return DRIVER(cudaDeviceSynchronize()); }
 CUresult cuCtxGetLimit(size_t *value, CUlimit which) { return (void)which, *value = 1 << 20, CUDA_SUCCESS; }
+
+CUresult cuCtxSetLimit(CUlimit which, size_t value) { return (void)which, (void)value, CUDA_SUCCESS; }
+CUresult cuFuncSetCacheConfig(CUfunction function, CUfunc_cache wish) { return (void)function, (void)wish, CUDA_SUCCESS; }
 
 CUresult cuModuleLoadData(CUmodule *module, const void *image)
 {

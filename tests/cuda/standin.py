@@ -23,7 +23,7 @@ _FLAGS = ("-O2", "-g", "-std=gnu11", "-Wall", "-Wextra", "-Werror", "-fPIC", "-s
 
 def environment(
     gpus: int = 1, capability: tuple[int, int] = (9, 0), memory_gb: float = 80, log: Path | None = None, *,
-    name: str = "Stand-in H100", caching: bool = False,
+    name: str = "Stand-in H100", caching: bool = False, spin: float = 1,
 ) -> dict[str, str]:  # fmt: skip
     """Return the variables to start a process with, besides those it has.
 
@@ -33,6 +33,7 @@ def environment(
         log: A file that gets a line for each call of interest: "PID CALL …" (see `standin_log` in the C files).
         caching: Whether torch's caching allocator is on. Then torch counts memory and reports a full device as such,
             but an allocation may hold what was copied to an earlier one, where it holds zeros otherwise.
+        spin: How many times longer torch.cuda._sleep takes than on an H100: on a busy machine the host is slow, too.
     """
     folder = built()
     return {
@@ -44,6 +45,7 @@ def environment(
         "STANDIN_MEMORY_GB": str(memory_gb),
         "STANDIN_NAME": name,
         "STANDIN_LOG": str(log or ""),
+        "STANDIN_SPIN": str(spin),
     }
 
 
