@@ -23,6 +23,7 @@
 #include <time.h>
 #include <unistd.h>
 
+#include "cards.h"
 #include "standin.h"
 
 #define DRIVER_VERSION 12080
@@ -94,16 +95,27 @@ static cudaError_t result(cudaError_t error)
 
 static void in_child(void) { forked = true; }
 
+static struct card cards[STANDIN_CARDS]; /* as they were when the driver was opened */
+static int in_machine;
+static void look(void)
+{
+    while (in_machine < STANDIN_CARDS && read_card((unsigned)in_machine, &cards[in_machine]))
+        in_machine++;
+}
 int standin_cards(void)
 {
-    int count = atoi(standin_option("GPUS", "1"));
-    return count < 0 ? 0 : count > STANDIN_CARDS ? STANDIN_CARDS : count;
+    static pthread_once_t looked = PTHREAD_ONCE_INIT;
+    pthread_once(&looked, look);
+    return in_machine;
 }
 
 void standin_uuid(int card, unsigned char bytes[16])
 {
-    memset(bytes, 0, 16);
-    bytes[15] = (unsigned char)(card + 1);
+    const char *text = cards[card].uuid + strlen("GPU-");
+    for (int n = 0; n < 16; n++, text += 2) {
+        text += *text == '-';
+        sscanf(text, "%2hhx", &bytes[n]);
+    }
 }
 
 /* The card that an entry of CUDA_VISIBLE_DEVICES names: a number, or the beginning of a UUID. */
@@ -114,12 +126,9 @@ static int named(const char *text)
         long number = strtol(text, &end, 10);
         return end == text || *end || number < 0 || number >= standin_cards() ? -1 : (int)number;
     }
-    for (int card = 0; card < standin_cards(); card++) {
-        char uuid[48];
-        snprintf(uuid, sizeof uuid, "GPU-00000000-0000-0000-0000-%012x", card + 1);
-        if (!strncmp(uuid, text, strlen(text)))
+    for (int card = 0; card < standin_cards(); card++)
+        if (!strncmp(cards[card].uuid, text, strlen(text)))
             return card;
-    }
     return -1;
 }
 
@@ -245,19 +254,18 @@ cudaError_t cudaSetDevice(int device)
 cudaError_t cudaRuntimeGetVersion(int *version) { return *version = CUDART_VERSION, cudaSuccess; }
 cudaError_t cudaDriverGetVersion(int *version) { return *version = DRIVER_VERSION, cudaSuccess; }
 
-static size_t memory_size(void) { return (size_t)(atof(standin_option("MEMORY_GB", "80")) * 1e9) / GRAIN * GRAIN; }
+static size_t memory_size(int device) { return cards[visible[device]].size / GRAIN * GRAIN; }
 
-static void capability(int *major, int *minor)
+static void capability(int device, int *major, int *minor)
 {
-    *major = 9, *minor = 0;
-    sscanf(standin_option("CAPABILITY", "9.0"), "%d.%d", major, minor);
+    *major = (int)cards[visible[device]].major, *minor = (int)cards[visible[device]].minor;
 }
 
 /* Attributes of an H100. Both interfaces number them in the same way. */
 static int attribute(int which, int device)
 {
     int major, minor;
-    capability(&major, &minor);
+    capability(device, &major, &minor);
     int shared = major >= 9 ? 227 << 10 : major == 8 && minor == 0 ? 163 << 10 : major == 8 ? 99 << 10 : 64 << 10;
     switch (which) {
     case cudaDevAttrComputeCapabilityMajor: return major;
@@ -325,7 +333,7 @@ cudaError_t cudaGetDeviceProperties(struct cudaDeviceProp *p, int device)
         return result(cudaErrorInvalidDevice);
 #define A(name) attribute(cudaDevAttr##name, device)
     *p = (struct cudaDeviceProp){
-        .totalGlobalMem = memory_size(),
+        .totalGlobalMem = memory_size(device),
         .sharedMemPerBlock = (size_t)A(MaxSharedMemoryPerBlock),
         .regsPerBlock = A(MaxRegistersPerBlock),
         .warpSize = A(WarpSize),
@@ -368,7 +376,7 @@ cudaError_t cudaGetDeviceProperties(struct cudaDeviceProp *p, int device)
         .memoryPoolsSupported = 1,
     };
 #undef A
-    snprintf(p->name, sizeof p->name, "%s", standin_option("NAME", "Stand-in H100"));
+    snprintf(p->name, sizeof p->name, "%s", cards[visible[device]].name);
     standin_uuid(visible[device], (unsigned char *)p->uuid.bytes);
     return cudaSuccess;
 }
@@ -638,7 +646,7 @@ static void released(void *memory, size_t size)
 static bool taken(int device, size_t size)
 {
     pthread_mutex_lock(&lock);
-    bool fits = used[device] + size <= memory_size();
+    bool fits = used[device] + size <= memory_size(device);
     if (fits)
         used[device] += size;
     pthread_mutex_unlock(&lock);
@@ -697,7 +705,7 @@ cudaError_t cudaFreeAsync(void *memory, cudaStream_t stream) { return (void)stre
 cudaError_t cudaMemGetInfo(size_t *available, size_t *total)
 {
     CONTEXT();
-    *total = memory_size();
+    *total = memory_size(current);
     *available = *total - used[current];
     return cudaSuccess;
 }
@@ -862,6 +870,7 @@ void __cudaRegisterFunction(void **handle, const char *host, char *device, const
     (void)handle, (void)device, (void)limit, (void)thread, (void)block, (void)blocks_, (void)grid, (void)warp;
     if (strstr(name, "spin_kernel"))
         spin = host;
+    standin_learn(host, name);
 }
 
 static __thread struct {
@@ -901,7 +910,10 @@ cudaError_t cudaLaunchKernel(const void *function, dim3 grid, dim3 block, void *
 {
     (void)shared;
     int64_t time = function == spin ? spinning(*(int64_t *)arguments[0]) : LAUNCH_NS;
-    return launched(grid, block, stream, time);
+    cudaError_t error = launched(grid, block, stream, time);
+    if (!error)
+        standin_compute(function, arguments);
+    return error;
 }
 cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t *config, const void *function, void **arguments)
 {
@@ -912,7 +924,8 @@ cudaError_t cudaFuncGetAttributes(struct cudaFuncAttributes *attributes, const v
 {
     (void)function;
     int major, minor;
-    capability(&major, &minor);
+    OPENED();
+    capability(current, &major, &minor);
     *attributes = (struct cudaFuncAttributes){.maxThreadsPerBlock = 1024, .numRegs = 32};
     attributes->ptxVersion = attributes->binaryVersion = major * 10 + minor;
     return cudaSuccess;
@@ -990,7 +1003,11 @@ CUresult cuDeviceGetUuid(CUuuid *uuid, CUdevice device)
         standin_uuid(card, (unsigned char *)uuid->bytes);
     return card < 0 ? CUDA_ERROR_INVALID_DEVICE : CUDA_SUCCESS;
 }
-CUresult cuDeviceTotalMem(size_t *size, CUdevice device) { return (void)device, *size = memory_size(), DRIVER(opened()); }
+CUresult cuDeviceTotalMem(size_t *size, CUdevice device) 
+{
+    CUresult error = DRIVER(opened());
+    return error ? error : (*size = memory_size(device), CUDA_SUCCESS);
+}
 
 /* A context is its device. */
 static CUcontext context_of(int device) { return (CUcontext)&defaults[device]; }

@@ -12,23 +12,26 @@ import subprocess
 import tempfile
 from pathlib import Path
 
+from tests.cuda.cards import Cards
+
 HERE = Path(__file__).parent
-LIBRARIES = {"libcuda.so.1": ("cuda.c",)}
+LIBRARIES = {"libcuda.so.1": ("cuda.c", "kernels.c"), "libnccl.so.2": ("nccl.c",), "libnvidia-ml.so.1": ("nvml.c",)}
 """Maps libraries to their C files. All are loaded before any other library. The first also has the calls that do
 nothing (`_nothing`)."""
-_NAMES = re.compile(r"(?:__cuda|cuda|cu[A-Z]|cublas|cusolver|cusparse|cufft|nccl)\w+$")
+_NAMES = re.compile(r"(?:__cuda|cuda|cu[A-Z]|cublas|cusolver|cusparse|cufft)\w+$")
 _TORCH = "libtorch_cuda.so libtorch_cuda_linalg.so libtorch_cpu.so libtorch_python.so libc10_cuda.so libcaffe2_nvrtc.so"
 _FLAGS = ("-O2", "-g", "-std=gnu11", "-Wall", "-Wextra", "-Werror", "-fPIC", "-shared", "-pthread", "-lm")
 
 
 def environment(
-    gpus: int = 1, capability: tuple[int, int] = (9, 0), memory_gb: float = 80, log: Path | None = None, *,
+    gpus: int | Cards = 1, capability: tuple[int, int] = (9, 0), memory_gb: float = 80, log: Path | None = None, *,
     name: str = "Stand-in H100", caching: bool = False, spin: float = 1,
 ) -> dict[str, str]:  # fmt: skip
     """Return the variables to start a process with, besides those it has.
 
     Args:
-        gpus: Number of cards in the machine. CUDA_VISIBLE_DEVICES chooses among them.
+        gpus: The cards of the machine, or how many there are. CUDA_VISIBLE_DEVICES chooses among them. A test may
+            change Cards: NVML tells the changes at once, CUDA to processes that open the driver from then on.
         memory_gb: Memory of each card in 10^9 bytes, for each process.
         log: A file that gets a line for each call of interest: "PID CALL …" (see `standin_log` in the C files).
         caching: Whether torch's caching allocator is on. Then torch counts memory and reports a full device as such,
@@ -36,17 +39,25 @@ def environment(
         spin: How many times longer torch.cuda._sleep takes than on an H100: on a busy machine the host is slow, too.
     """
     folder = built()
+    if isinstance(gpus, int):
+        size = int(memory_gb * 1e9)
+        gpus = Cards(folder, gpus, name=name.replace(" ", "_"), major=capability[0], minor=capability[1], size=size)
     return {
         "LD_PRELOAD": ":".join(str(folder / library) for library in LIBRARIES),
         "TRITON_LIBCUDA_PATH": str(folder),
         "PYTORCH_NO_CUDA_MEMORY_CACHING": "" if caching else "1",
-        "STANDIN_GPUS": str(gpus),
-        "STANDIN_CAPABILITY": "{}.{}".format(*capability),
-        "STANDIN_MEMORY_GB": str(memory_gb),
-        "STANDIN_NAME": name,
+        **gpus.environment,
         "STANDIN_LOG": str(log or ""),
         "STANDIN_SPIN": str(spin),
     }
+
+
+def lacks() -> str:
+    """Return what this machine lacks to build the libraries; '' if nothing."""
+    tools = [tool for tool in (os.environ.get("CC", "gcc"), "nm") if shutil.which(tool) is None]
+    if not (_torch() / "lib" / "libtorch_cuda.so").exists():
+        tools.append("a torch for CUDA")
+    return f"the stand-in driver needs {' and '.join(tools)}" if tools else ""
 
 
 @functools.cache

@@ -10,7 +10,10 @@ from pathlib import Path
 from typing import NoReturn
 
 import pytest
-from monitored import Exporter, Gpus, Prometheus
+from monitored import Exporter, Prometheus
+
+from tests.cuda import standin
+from tests.cuda.cards import Cards
 
 
 @pytest.fixture
@@ -53,21 +56,12 @@ def tools(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "usr" / "bin"
 
 
-@pytest.fixture(scope="session")
-def nvml(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder with a library that stands for the driver's; see nvml.c."""
-    compiler = shutil.which("cc") or shutil.which("gcc")
-    if compiler is None:
-        pytest.skip("there is no C compiler to make a stand-in for the driver's library with")
-    folder = tmp_path_factory.mktemp("nvml")
-    source, library = Path(__file__).with_name("nvml.c"), folder / "libnvidia-ml.so.1"
-    subprocess.run([compiler, "-shared", "-fPIC", "-Wall", "-Werror", "-o", library, source], check=True)
-    return folder
-
-
 @pytest.fixture
-def gpus(nvml: Path, tmp_path: Path) -> Gpus:
-    return Gpus(nvml, tmp_path)
+def gpus(tmp_path: Path) -> Cards:
+    """Two GPUs, which a stand-in for the driver tells of."""
+    if lacks := standin.lacks():
+        pytest.skip(lacks)
+    return Cards(tmp_path, 2, name='Stand-in_"A"')
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""What the tests here start and ask: exporters, Prometheus, and GPUs that a stand-in for the driver tells of."""
+"""What the tests here start and ask: exporters and Prometheus."""
 
 from __future__ import annotations
 
@@ -87,34 +87,6 @@ class Exporter:
     def close(self) -> None:
         self.process.kill()
         self.process.wait()
-
-
-class Gpus:
-    """The GPUs that the stand-in tells of."""
-
-    def __init__(self, library: Path, folder: Path) -> None:
-        self.file, self.hangs = folder / "gpus", folder / "driver-hangs"
-        self.env = {
-            "LD_LIBRARY_PATH": str(library), "NVML_STAND_IN": str(self.file), "NVML_HANGS": str(self.hangs)
-        }  # fmt: skip
-        self.rows = [self.row(i) for i in range(2)]
-        self.write()
-
-    @staticmethod
-    def row(number: int) -> dict[str, Any]:
-        return {
-            "uuid": f"GPU-{number}", "answers": 1, "use": 50 + number, "used": 10 << 30, "size": 80 << 30,
-            "celsius": 60, "slowdown": 90, "milliwatts": 300_000, "limit": 700_000, "corrected": 3, "uncorrected": 0,
-            "reasons": 4, "pid": 0, "bytes": 0,
-        }  # fmt: skip
-
-    def write(self, number: int = 0, **changed: Any) -> None:
-        """Change what one of them tells."""
-        self.rows[number] |= changed
-        text = "".join(" ".join(map(str, row.values())) + "\n" for row in self.rows)
-        beside = self.file.with_suffix(".new")
-        beside.write_text(text)
-        beside.replace(self.file)
 
 
 _FASTER = {"> 120": "> 3", "> 1800": "> 90", "[30m]": "[60s]", "[1h]": "[60s]"}

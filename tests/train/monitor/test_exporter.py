@@ -19,8 +19,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from monitored import DEPLOY, Exporter, Gpus
+from monitored import DEPLOY, Exporter
 
+from tests.cuda.cards import Cards, uuid
+from tests.cuda.standin import environment
 from tests.ports import free_port
 from tests.waiting import eventually
 from train.gpus import Card, sees_host_ids
@@ -217,11 +219,11 @@ def test_the_number_of_series_is_bounded(tmp_path: Path, exporters: Callable[...
 
 @pytest.mark.minutes
 def test_a_driver_that_never_answers_holds_nothing_up(
-    tmp_path: Path, exporters: Callable[..., Exporter], gpus: Gpus
+    tmp_path: Path, exporters: Callable[..., Exporter], gpus: Cards
 ) -> None:
-    exporter = exporters(tmp_path / "none", env=gpus.env)
+    exporter = exporters(tmp_path / "none", env=environment(gpus))
     assert exporter.of("train_gpu_up", gpu="0") == 1
-    assert exporter.of("train_gpu_info", gpu="0", uuid="GPU-0", name='Stand-in "A"') == 1
+    assert exporter.of("train_gpu_info", gpu="0", uuid=uuid(0), name='Stand-in "A"') == 1
     assert exporter.of("train_gpu_utilization_ratio", gpu="1") == pytest.approx(0.51)
     assert exporter.of("train_gpu_throttled", gpu="0", reason="power_cap") == 1
     gpus.hangs.touch()
@@ -229,20 +231,20 @@ def test_a_driver_that_never_answers_holds_nothing_up(
     assert exporter.of("train_runs", state="running") == 0
 
 
-def test_a_gpu_that_is_cut_into_parts_is_up(tmp_path: Path, exporters: Callable[..., Exporter], gpus: Gpus) -> None:
+def test_a_gpu_that_is_cut_into_parts_is_up(tmp_path: Path, exporters: Callable[..., Exporter], gpus: Cards) -> None:
     gpus.write(0, answers=2)
     gpus.write(1, answers=0)
-    exporter = exporters(tmp_path / "none", env=gpus.env)
+    exporter = exporters(tmp_path / "none", env=environment(gpus))
     assert exporter.of("train_gpu_up", gpu="0") == 1
     assert exporter.of("train_gpu_memory_used_bytes", gpu="0") is None
     assert exporter.of("train_gpu_up", gpu="1") != 1
 
 
-def test_the_cards_are_known_without_torch(gpus: Gpus) -> None:
+def test_the_cards_are_known_without_torch(gpus: Cards) -> None:
     code = "from train.gpus import cards; print(*cards(), sep='\\n')"
-    environment = os.environ | gpus.env
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
-    assert done.stdout.splitlines()[1] == repr(Card('Stand-in "A"', (9, 0), "GPU-1")), done.stderr
+    whole = os.environ | environment(gpus)
+    done = subprocess.run([sys.executable, "-c", code], env=whole, capture_output=True, text=True, check=False)
+    assert done.stdout.splitlines()[1] == repr(Card('Stand-in "A"', (9, 0), uuid(1))), done.stderr
 
 
 @pytest.mark.parametrize(
@@ -325,7 +327,7 @@ def test_a_run_that_only_waits_is_not_one_that_stands_still(
 
 @pytest.mark.skipif(not sees_host_ids(), reason="process ids here are not the host's")
 def test_a_rank_that_computes_on_two_gpus_has_the_memory_of_both(
-    tmp_path: Path, exporters: Callable[..., Exporter], gpus: Gpus
+    tmp_path: Path, exporters: Callable[..., Exporter], gpus: Cards
 ) -> None:
     own = os.getpid()
     gpus.write(0, pid=own, bytes=2 << 30)
@@ -333,7 +335,7 @@ def test_a_rank_that_computes_on_two_gpus_has_the_memory_of_both(
     folder = at_work(tmp_path / "runs", "one", own, [0])
     with (folder / "lock").open() as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        exporter = exporters(tmp_path / "runs", env=gpus.env)
+        exporter = exporters(tmp_path / "runs", env=environment(gpus))
         assert exporter.of("train_rank_gpu_memory_bytes", run="one", rank="0") == 5 << 30
 
 

@@ -11,8 +11,10 @@ from typing import TYPE_CHECKING
 
 import pytest
 import yaml
-from monitored import DEPLOY, Exporter, Gpus, Prometheus, expressions
+from monitored import DEPLOY, Exporter, Prometheus, expressions
 
+from tests.cuda.cards import Cards
+from tests.cuda.standin import environment
 from tests.waiting import eventually
 from train.gpus import sees_host_ids
 
@@ -64,9 +66,9 @@ def test_a_run_that_stands_still_and_is_killed_raises_its_alerts_and_clears_them
 @pytest.mark.minutes
 @pytest.mark.skipif(not sees_host_ids(), reason="process ids here are not the host's")
 def test_every_panel_has_data_and_a_lost_gpu_is_missed(
-    station: Station, exporters: Callable[..., Exporter], prometheus: Callable[[int], Prometheus], gpus: Gpus
+    station: Station, exporters: Callable[..., Exporter], prometheus: Callable[[int], Prometheus], gpus: Cards
 ) -> None:
-    exporter = exporters(station.runs, env=gpus.env)
+    exporter = exporters(station.runs, env=environment(gpus))
     server = prometheus(exporter.port)
     run = station.start("run", "digits", "--name", "one", *ENDLESS)
     try:
