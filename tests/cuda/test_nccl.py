@@ -88,7 +88,7 @@ def aborted(it: Rank) -> None:
         assert it.all_reduce(5) != 0
     else:
         it.library.ncclCommAbort(it.comm)
-        it.comm = None
+        it.comm.value = None
 
 
 def too_late(it: Rank) -> None:

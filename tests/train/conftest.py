@@ -62,6 +62,8 @@ class Station:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.runs = folder / "runs"
+        self.more: dict[str, str] = {}
+        """Variables of all that is started here."""
 
     def __call__(self, *arguments: object, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
         """Run `train ARGUMENTS` to its end, without a terminal; in a new interpreter where variables ask for one."""
@@ -107,7 +109,7 @@ class Station:
         root = str(Path(__file__).parents[2])
         path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
         # a keeper that lives here has nothing to do with tests
-        own = {"PYTHONPATH": path, "TRAIN_STATE": os.environ["TRAIN_STATE"], "TRAIN_WARM": "off"}
+        own = {"PYTHONPATH": path, "TRAIN_STATE": os.environ["TRAIN_STATE"], "TRAIN_WARM": "off", **self.more}
         warm = forks.held_warm(outer | own) if command in ("fork", "keeper", "launch", "resume", "run") else {}
         return outer | own | warm
 

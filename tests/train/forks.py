@@ -29,20 +29,22 @@ IMPORTS = (
     *LIBRARIES, *zygotes.CHECKS, *zygotes.RANKS, "torchvision.datasets", "torchvision.models",
     "torchvision.transforms.v2", "matplotlib.figure", "rich.table", "pytest", "tests.train.forks",
 )  # fmt: skip
-_held: dict[str, str] = {}
+_held: dict[str, dict[str, str]] = {}
+"""Maps the libraries that processes load before all others to how the lender of such processes is found."""
 
 
 def held_warm(environment: Mapping[str, str]) -> dict[str, str]:
     """A lender with everything imported, from the first call to the end of the tests; returns how it is found."""
-    if not _held:
+    before = environment.get("LD_PRELOAD", "")
+    if before not in _held:
         folder = tempfile.mkdtemp(prefix="train-tests-")  # short: the name of a socket has little room
         atexit.register(shutil.rmtree, folder, ignore_errors=True)
         found = {"TMPDIR": folder, zygotes.OFF: "on"}
         process = zygotes.start_lender(hash_seed.with_seed({**environment, **found}), IMPORTS)
         assert process is not None and process.stdin is not None
         atexit.register(process.kill)
-        _held.update(found)
-    return _held
+        _held[before] = found
+    return _held[before]
 
 
 def zygote(environment: Mapping[str, str]) -> zygotes.Zygote:
