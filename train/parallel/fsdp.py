@@ -77,11 +77,13 @@ class FSDP(Strategy):
         return model
 
     def _find_divisor(self, model: nn.Module, mesh: DeviceMesh) -> float:
-        """Find by trying what a sum of gradients over the ranks of a copy is divided by.
+        """Return what a sum of gradients over the ranks of a copy is divided by.
 
-        Asked for a mean of fp32 or bf16, gloo silently gives the sum (torch 2.7); for other types torch divides. NCCL
-        gives the mean.
+        NCCL gives the mean. Asked for a mean of fp32 or bf16, gloo silently gives the sum (torch 2.7); for other types
+        torch divides. So without NCCL we find out by trying.
         """
+        if self.world.device.type == "cuda":
+            return float(self._share)
         found = set()
         for dtype in sorted({p.dtype for p in model.parameters() if p.requires_grad}, key=str):
             probe = nn.utils.skip_init(nn.Linear, 1, self._share, bias=False, dtype=dtype, device=self.world.device)
