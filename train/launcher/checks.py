@@ -229,6 +229,7 @@ def _record(request: Request, task: Task, samples: int, total: int) -> dict[str,
         "samples": samples,
         "git_revision": provenance.git_revision(),
         "sets_epoch": True,
+        "gathers_products": True,
     }
 
 

@@ -90,6 +90,7 @@ def prepare_fork(run: Run, step: int, flags: dict[str, str], ranks: int) -> Prep
         "step": step, "epoch": manifest["epoch"], "total_steps": found.total, "git_revision": provenance.git_revision(),
         "versions": provenance.versions(found.cards), "forked_from": {"run": run.name, "step": step},
         "warnings": warnings, "unused_fields": no_use, "not_exact": checks.not_exact(task, config, found),
+        "gathers_products": True,
     }  # fmt: skip
     warnings += [f"not exact: {line}" for line in made["not_exact"]]
     return Prepared(task, config, files, made, copies, warnings)

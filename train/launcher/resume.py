@@ -19,8 +19,10 @@ from train.launcher.task_source import of_run
 from train.launcher.unused_fields import asked, of_no_use
 from train.parallel import choose
 from train.parallel.devices import NoGPU
+from train.parallel.precision import Precision
 from train.run import imports, states
 from train.run.metrics import evaluations
+from train.run.record import Record
 from train.run.run_folder import Run
 from train.tasks import Task
 from train.trainer import build, early_stopping, trace
@@ -63,6 +65,7 @@ def prepare_resume(run: Run, flags: dict[str, str], local: int, nodes: range = A
     except NoGPU:
         on_cpu = f"check with nvidia-smi, or continue on the CPU with other bits: train resume {run.name} --device cpu"
         raise NoGPU(f"{run.name} computes on GPUs, but torch sees none here; {on_cpu}") from None
+    _check_gathering(run, record, config, found.precision, ranks, flags)
     warnings = [*unused, *found.warnings, *check_data(run, task, config, found.train_set, found.eval_sets)]
     warnings += imports.edited(run, record)
     if found.total < step:
@@ -90,6 +93,15 @@ def prepare_resume(run: Run, flags: dict[str, str], local: int, nodes: range = A
         is_fork=False, has_rate="optim.lr" not in of_no_use(task, source),
     )  # fmt: skip
     return config, warnings
+
+
+def _check_gathering(
+    run: Run, record: Record, config: Config, precision: Precision, ranks: int, flags: dict[str, str]
+) -> None:
+    """Refuse a run from before fsdp gathered weights in bf16 and fp16: it would continue with other bits."""
+    if precision.products is not None and choose.shards(config, ranks) and not record.get("gathers_products"):
+        old = f"{run.name} is from before {config.parallel.strategy} gathered weights in {config.precision}"
+        raise Refused(f"{old}, and would continue with other bits{_elsewhere(run, flags)}")
 
 
 def _elsewhere(run: Run, flags: dict[str, str]) -> str:

@@ -4,23 +4,30 @@ Zhao et al., "PyTorch FSDP", 2023. With `hsdp` over groups of `parallel.shard_si
 model among its members; between the groups gradients are all-reduced, as with ddp.
 
 A forward is a collective, because it gathers parameters, so no rank may leave one out.
+
+With bf16 and fp16, units are gathered in that type (`MixedPrecisionPolicy`), and gradients are summed in fp32. Autocast
+alone would cast gathered fp32 weights, and the backward pass would keep the casts of all units: the whole model on each
+rank. The forward still runs under autocast, which now has no weights to cast: it matches the types of inputs, buffers
+and weights, and computes losses in fp32, as on one rank. torch would cast the inputs of units instead, and so round
+what the model keeps in fp32.
 """
 
 from __future__ import annotations
 
 import contextlib
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from train.errors import Refused, TrainingFailed
 from train.parallel.strategy import Strategy
-from train.parallel.torch_private import set_group_timeout
-from train.parallel.wrap_units import units
+from train.parallel.torch_private import Norm, set_group_timeout
+from train.parallel.wrap_units import norms, units
 
 
 def check(model: nn.Module, wrap: str) -> None:
@@ -58,23 +65,49 @@ class FSDP(Strategy):
     measures_communication = False
 
     def place(self, model: nn.Module) -> nn.Module:
-        size = self.world.size
-        self._share = self.config.parallel.shard_size or size  # ranks that hold one copy of the model among them
-        # two dimensions: groups that hold the same part, and groups that hold one copy of the model among them
-        shape = (size // self._share, self._share)
-        mesh = init_device_mesh(self.world.device.type, shape, mesh_dim_names=("replicate", "shard"))
-        if self.world.timeout is not None and size > 1:  # a mesh makes groups with torch's own
-            set_group_timeout(self.world.timeout, (None, *mesh.get_all_groups()))
-        self._divisor = self._find_divisor(model, mesh["shard"])
+        self._share = self.config.parallel.shard_size or self.world.size  # ranks that hold one copy of the model
+        mesh, same_part = self._groups()
+        self._divisor = self._find_divisor(model, mesh)
+        mixes = self.precision.products is not None
+        found = [*(norms(model) if mixes else ()), *units(model, self.config.parallel.wrap, "wrap"), model]
         # each unit goes to the device by itself and only this rank's part of it stays there: all of the model may not
         # fit. With the root, last, goes what is in no unit
-        for unit in [*units(model, self.config.parallel.wrap, "wrap"), model]:
+        for unit in dict.fromkeys(found):
             # the root too: an evaluation would leave its parameters gathered, and the next step would use old ones
-            fully_shard(unit, mesh=mesh["shard"], reshard_after_forward=True)
-            if self._share < size:
-                self._add_over(unit, mesh["replicate"].get_group())
+            fully_shard(unit, mesh=mesh, reshard_after_forward=True, mp_policy=self._policy(unit))
+            if same_part is not None:
+                self._add_over(unit, same_part)
+        if mixes and self.world.device.type == "cpu":
+            for part in model.modules():
+                if isinstance(part, (nn.LayerNorm, nn.GroupNorm)):
+                    part.register_forward_pre_hook(_cast_as_weights)
         self.take(model)
         return model
+
+    def _groups(self) -> tuple[DeviceMesh, dist.ProcessGroup | None]:
+        """Return the ranks that hold one copy of the model among them, and the group that holds the same part as this
+        rank; None for the group if there is one copy."""
+        kind, copies = self.world.device.type, self.world.size // self._share
+        if copies == 1:  # no groups beside the one that all ranks have
+            assert dist.group.WORLD is not None
+            return DeviceMesh.from_group(dist.group.WORLD, kind, mesh_dim_names=("shard",)), None
+        mesh = init_device_mesh(kind, (copies, self._share), mesh_dim_names=("replicate", "shard"))
+        if self.world.timeout is not None:  # a mesh makes groups with torch's own
+            set_group_timeout(self.world.timeout, (None, *mesh.get_all_groups()))
+        return mesh["shard"], mesh["replicate"].get_group()
+
+    def _policy(self, unit: nn.Module) -> MixedPrecisionPolicy:
+        """Return the types in which a unit's weights are gathered and its gradients summed.
+
+        Only fp32 is cast, as by autocast. Norms with running statistics stay in fp32: their kernels take weights of
+        the type of the statistics alone.
+        """
+        own = next((one for one in unit.parameters() if not isinstance(one, DTensor)), None)
+        if isinstance(unit, Norm) or own is None or own.dtype != torch.float32:
+            return MixedPrecisionPolicy()
+        products = self.precision.products
+        sums = None if products is None else torch.float32
+        return MixedPrecisionPolicy(products, reduce_dtype=sums, cast_forward_inputs=False)
 
     def _find_divisor(self, model: nn.Module, mesh: DeviceMesh) -> float:
         """Return what a sum of gradients over the ranks of a copy is divided by.
@@ -125,3 +158,11 @@ class FSDP(Strategy):
         assert value is not None  # data.on_error skip is refused with fsdp
         # weights are made for a sum
         torch.autograd.backward(*self._root(value, weight * self._divisor))
+
+
+def _cast_as_weights(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...] | None:
+    """Give a norm an input of the type of its weights. On a GPU autocast makes both fp32, on a CPU it does not."""
+    weight = module.weight
+    if weight is None or not inputs or inputs[0].dtype != torch.float32:
+        return None
+    return (inputs[0].to(weight.dtype), *inputs[1:])

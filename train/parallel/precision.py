@@ -79,8 +79,9 @@ class Precision:
 
     fp64 and fp32 are the type of weights and inputs alike. tf32 is fp32 whose products a GPU computes with a mantissa
     of 10 bits, in matrix products and convolutions; fp32 does so in neither (torch would in convolutions). A device
-    without TF32 computes such a run in fp32. bf16 and fp16 are autocast over fp32 weights; fp16 scales the loss so that
-    small gradients do not become 0 (Micikevicius et al., "Mixed Precision Training", 2018).
+    without TF32 computes such a run in fp32. bf16 and fp16 are autocast over fp32 weights, which fsdp gathers in the
+    type of the products (fsdp.py); fp16 scales the loss so that small gradients do not become 0 (Micikevicius et al.,
+    "Mixed Precision Training", 2018).
 
     Args:
         name: One of the field's values except auto, which the launch has replaced.
@@ -98,16 +99,17 @@ class Precision:
         self.device = device
         self.weights = torch.float64 if name == "fp64" else torch.float32
         self.inputs = torch.float64 if name == "fp64" else None
-        self._autocast = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(name)
+        self.products = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(name)
+        """The type of matrix products and convolutions if it differs from that of the weights."""
         if name == "fp16":  # it asks whether there is a GPU: without opening one, for workers are yet to be forked
             os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
         self.scaler = torch.amp.GradScaler("cuda") if name == "fp16" else None
 
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
         """Return the context of a forward pass."""
-        if self._autocast is None:
+        if self.products is None:
             return _NOTHING
-        return torch.autocast(self.device.type, dtype=self._autocast)
+        return torch.autocast(self.device.type, dtype=self.products)
 
     def scaling(self) -> dict[str, Any] | None:
         """Return `scaler.state_dict()` with tensors where it would wait for the device; None without a scaler."""

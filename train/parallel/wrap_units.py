@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 
 from train.errors import Refused
+from train.parallel.torch_private import Norm
 
 _UNITS = 32
 """With `wrap auto` a unit has at least one part in this many of all parameters, so that messages are neither many and
@@ -65,6 +66,13 @@ def units(model: nn.Module, chosen: str, field: str) -> list[nn.Module]:
 
     visit(model)
     return large
+
+
+def norms(model: nn.Module) -> list[nn.Module]:
+    """Return torch's batch and instance norms that have weights of their own."""
+    owners = _owners(model)
+    found = [module for module in model.modules() if isinstance(module, Norm) and module.affine]
+    return [module for module in found if _is_closed(module, owners)]
 
 
 def _owners(model: nn.Module) -> dict[int, set[int]]:

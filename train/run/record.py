@@ -122,6 +122,8 @@ class Record(TypedDict):
     task_sha256: NotRequired[str]
     sets_epoch: NotRequired[bool]
     """Whether `set_epoch` of datasets is called; false for runs from before that was introduced."""
+    gathers_products: NotRequired[bool]
+    """Whether fsdp gathers weights in the type of bf16 and fp16; false for runs from before that was introduced."""
     task_imports: NotRequired[dict[str, str]]
     """Maps files that the task needs and of which the run has copies to their digests; see imports.py."""
     task_watched: NotRequired[dict[str, str]]

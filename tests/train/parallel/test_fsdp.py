@@ -1,9 +1,10 @@
-"""How a model comes to its device unit by unit."""
+"""How a model comes to its device unit by unit, and in which types its units are gathered."""
 
 from __future__ import annotations
 
 import multiprocessing
 import os
+import weakref
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -14,12 +15,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp._fully_shard import _fsdp_init, _fully_shard
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from train.checkpoint.state_dict import weights_of, weights_sha256
 from train.config import Config, Parallel
 from train.parallel.fsdp import FSDP
 from train.parallel.precision import Precision
 from train.parallel.world import World
+from train.parallel.wrap_units import recompute
 
 pytestmark = pytest.mark.never_forgiven
 
@@ -78,3 +82,87 @@ def test_the_whole_model_is_never_on_one_device_and_nothing_of_it_is_left_behind
     process.start()
     process.join(240)
     assert (tmp_path / "done").exists()
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm, self.inner = nn.LayerNorm(width), nn.Linear(width, 2 * width)
+        self.outer = nn.Linear(2 * width, width)
+        self.statistics = nn.BatchNorm1d(2 * width)
+
+    def forward(self, points: Tensor) -> Tensor:
+        return points + self.outer(torch.relu(self.statistics(self.inner(self.norm(points)))))
+
+
+class Watch(TorchDispatchMode):
+    """Notes the memory that operations take, and the types of what ranks send."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.taken: list[weakref.ref[torch.UntypedStorage]] = []
+        self.sent: set[tuple[str, torch.dtype]] = set()
+
+    def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), more: Any = None) -> Any:
+        given = {one.untyped_storage() for one in tree_leaves((arguments, more)) if isinstance(one, Tensor)}
+        made = function(*arguments, **(more or {}))
+        tensors = [one for one in tree_leaves(made) if isinstance(one, Tensor)]
+        if function.namespace == "c10d":
+            self.sent |= {(function.overloadpacket.__name__, one.dtype) for one in tensors}
+        self.taken += [weakref.ref(one.untyped_storage()) for one in tensors if one.untyped_storage() not in given]
+        return made
+
+    def alive(self) -> int:
+        """Return the bytes that are still taken."""
+        found = {id(storage): storage for one in self.taken if (storage := one()) is not None}
+        return sum(storage.nbytes() for storage in found.values())
+
+
+BLOCKS, WIDTH = 6, 128
+
+
+def _mixed(rank: int, folder: Path, name: str, recomputes: bool) -> None:
+    dist.init_process_group("gloo", f"file://{folder}/meet", world_size=4 if name == "hsdp" else 2, rank=rank)
+    torch.set_num_threads(1)
+    torch.manual_seed(3)
+    model = nn.Sequential(*(Block(WIDTH) for _ in range(BLOCKS)))
+    if recomputes:
+        for block in model:  # those with statistics cannot be
+            block.statistics = nn.Identity()
+        recompute(model, "Block")
+    shares = 2 if name == "hsdp" else None
+    config = Config(parallel=Parallel(strategy=name, wrap="Block", shard_size=shares))  # type: ignore[arg-type]
+    strategy = FSDP(World(rank, dist.get_world_size(), rank, WHERE), config, Precision("bf16", WHERE))
+    strategy.place(model)
+    points, watch = torch.randn(2, WIDTH), Watch()
+    with strategy.micro_batch(0, True):
+        with watch, strategy.precision.autocast():
+            loss = strategy.compute(lambda one: one(points).square().mean())
+            held = watch.alive()
+        with watch:
+            strategy.backward(loss, 1.0, None)
+    assert loss.dtype == torch.float32
+    whole = 2 * sum(one.numel() for one in model.parameters())
+    assert held < whole / 10, f"{held} bytes are alive after the forward of a model of {whole}"
+    expected = {("_allgather_base_", torch.bfloat16), ("_reduce_scatter_base_", torch.float32)}
+    if not recomputes:
+        expected |= {("_allgather_base_", torch.float32)}  # of the norms with statistics
+    if name == "hsdp":
+        expected |= {("allreduce_", torch.float32)}
+    assert watch.sent == expected
+    assert {(one.dtype, one.grad.dtype) for one in model.parameters() if one.grad is not None} == {2 * (torch.float32,)}
+    (folder / f"done{rank}").touch()
+    os._exit(0)
+
+
+@pytest.mark.parametrize(("name", "ranks", "recomputes"), [("fsdp", 2, False), ("fsdp", 2, True), ("hsdp", 4, False)])
+def test_with_bf16_weights_travel_in_16_bits_and_no_unit_stays_on_a_rank_after_the_forward(
+    name: str, ranks: int, recomputes: bool, tmp_path: Path
+) -> None:
+    context = multiprocessing.get_context("fork")
+    processes = [context.Process(target=_mixed, args=(rank, tmp_path, name, recomputes)) for rank in range(ranks)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(240)
+    assert len(list(tmp_path.glob("done*"))) == ranks

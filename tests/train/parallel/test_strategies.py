@@ -14,6 +14,8 @@ from tests.train.tiers import later
 from tests.train.training import OWN_OPTIMIZER, assert_same_training, sample_of
 from train.config import Config, Optim, Parallel
 from train.errors import Refused
+from train.launcher.fork import prepare_fork
+from train.launcher.resume import prepare_resume
 from train.trainer.optimizer import make_optimizer, takes_fused
 
 pytestmark = pytest.mark.never_forgiven
@@ -59,18 +61,32 @@ def test_in_other_precisions_too_the_first_losses_are_those_of_one_process(
 
 
 @pytest.mark.parametrize(("ranks", "flags"), [(3, FSDP), (4, HSDP)], ids=["fsdp", "hsdp"])
-@pytest.mark.parametrize("optimizer", ["adamw", *later("sgd")])
+@pytest.mark.parametrize(("optimizer", "precision"), [("adamw", "fp32"), *later(("sgd", "fp32"), ("adamw", "bf16"))])
 def test_stopped_and_killed_it_ends_bit_for_bit_as_undisturbed(
-    engine: Any, ranks: int, flags: dict[str, Any], optimizer: str
+    engine: Any, ranks: int, flags: dict[str, Any], optimizer: str, precision: str
 ) -> None:
-    kind = flags["parallel__strategy"]
-    flags = flags | {"optim__name": optimizer, "optim__lr": 0.01, "task__dropout": 0.3}
+    kind = f"{flags['parallel__strategy']}-{precision}"
+    flags = flags | {"optim__name": optimizer, "optim__lr": 0.01, "task__dropout": 0.3, "precision": precision}
+    if precision == "bf16":
+        flags["task__batchnorm"] = "true"  # whose weights stay in fp32
     engine.run(f"{kind}-{optimizer}-whole", ranks, **flags)
     name = f"{kind}-{optimizer}-disturbed"
     assert engine.run(name, ranks, ["2 1 SIGTERM"], **flags)["state"] == "stopped"
     assert engine.resume(name, ranks, ["3 2 SIGKILL"])["state"] == "interrupted"
     assert engine.resume(name, ranks)["state"] == "finished", engine.said(name)
     assert engine.outcome(name) == engine.outcome(f"{kind}-{optimizer}-whole")
+
+
+def test_a_run_from_before_weights_were_gathered_in_bf16_is_refused_and_may_be_forked(engine: Any) -> None:
+    run = "gathered-in-fp32"
+    engine.run(run, 1, ["2 0 SIGTERM"], precision="bf16", parallel__strategy="fsdp")
+    made = engine.station.run(run)
+    prepare_resume(made, {}, 2)
+    made.update(lambda record: record.pop("gathers_products"))
+    with pytest.raises(Refused, match=f"before fsdp gathered weights in bf16, .* bits; .*train fork {run} --name"):
+        prepare_resume(made, {}, 2)
+    prepare_resume(made, {"parallel.strategy": "ddp"}, 2)
+    assert prepare_fork(made, 2, {}, 2).record["gathers_products"]
 
 
 def test_a_run_moves_between_strategies_and_world_sizes_in_the_middle_of_an_epoch(engine: Any) -> None:
