@@ -1,7 +1,7 @@
 """Shared-memory buffers that hold copies of the training state and outlive the ranks that write them.
 
-The process that starts the ranks owns two buffers for each part of the state: one part in ddp, one for each rank of a
-machine with fsdp. Each is an anonymous file in memory (memfd_create(2)). Ranks open it by the owner's entry in /proc,
+The process that starts the ranks owns two buffers for each part of the state: each rank of the machine has one part.
+Each is an anonymous file in memory (memfd_create(2)). Ranks open it by the owner's entry in /proc,
 so nothing is inherited, and the memory is free once the owner is gone.
 
 A buffer holds a header, a pickled part and the tensors. A copy goes into the older of the two: its header is wiped, the
@@ -12,6 +12,7 @@ header, and the other buffer still has the copy before. Imports no torch.
 from __future__ import annotations
 
 import errno
+import math
 import mmap
 import os
 import struct
@@ -139,27 +140,32 @@ class Buffers:
         os.pwrite(self._files[slot], head + _SEAL.pack(zlib.crc32(head)), 0)
         faults.here("snapshot.sealed")
 
-    def read(self, slot: int) -> tuple[bytes, mmap.mmap] | None:
-        """Return the pickled part of a snapshot and the memory with its tensors; None if the checksum does not fit.
+    def is_whole(self, slot: int) -> bool:
+        """Whether the checksum fits the snapshot in a buffer."""
+        fd, head = self._files[slot], _head(self._files[slot])
+        if head is None or os.fstat(fd).st_size < head.start + head.tensors:
+            return False
+        with mmap.mmap(fd, head.start + head.tensors, flags=mmap.MAP_PRIVATE) as memory:
+            return _checksum(memory, head.plain, head.tensors) == head.checksum
+
+    def read(self, slot: int) -> tuple[bytes, memoryview]:
+        """Return the pickled part and the tensors of a whole snapshot.
 
         The mapping is private: changes to it do not reach the buffer.
         """
-        fd, head = self._files[slot], _head(self._files[slot])
-        if head is None or os.fstat(fd).st_size < head.start + head.tensors:
-            return None
-        memory = mmap.mmap(fd, head.start + head.tensors, flags=mmap.MAP_PRIVATE)
-        if _checksum(memory, head.plain, head.tensors) != head.checksum:
-            return None
-        return memory[_PAGE : _PAGE + head.plain], memory
+        head = _head(self._files[slot])
+        assert head is not None
+        memory = mmap.mmap(self._files[slot], head.start + head.tensors, flags=mmap.MAP_PRIVATE)
+        return memory[_PAGE : _PAGE + head.plain], memoryview(memory)[head.start :]
 
     def wipe(self, slot: int) -> None:
         """Invalidate the copy in a buffer."""
         os.pwrite(self._files[slot], bytes(_HEAD.size + _SEAL.size), 0)
 
-    def wipe_from(self, step: int) -> None:
-        """Invalidate the snapshots of this and later steps, which will be made again."""
+    def wipe_steps(self, first: int, last: float = math.inf) -> None:
+        """Invalidate the snapshots of these steps."""
         for held, slot in self.steps.items():
-            if held >= step:
+            if first <= held <= last:
                 self.wipe(slot)
 
 

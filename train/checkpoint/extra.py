@@ -1,4 +1,8 @@
-"""What a checkpoint holds besides model and optimizer: averaged weights, and the task's objects."""
+"""What a checkpoint holds besides model and optimizer: averaged weights, and the task's objects.
+
+The state of the objects is taken apart: its tensors are copied like the model's, so that nothing waits for a GPU, and
+the rest is pickled. A checkpoint on the disk holds both as one value, as torch.save writes them.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +10,12 @@ import contextlib
 import dataclasses
 import hashlib
 import io
+import pickle
 from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from train.data.to_device import mapped
 from train.errors import Refused, TrainingFailed, one_line
@@ -31,20 +36,18 @@ class Extra:
     """Maps the name of an update that leaves out steps to the stats (STEP_STATS) of the last step that made it."""
 
     def state(self) -> dict[str, Any]:
-        """Return what is saved: tensors, and all objects as one value; {} if there is nothing."""
+        """Return what is copied and saved: tensors, and the objects' states, taken apart; {} if there is nothing."""
         found: dict[str, Any] = {}
         if self.averages:
             found[AVERAGES] = self.averages
         if self.objects:
-            buffer = io.BytesIO()
-            torch.save({name: one.state_dict() for name, one in self.objects.items()}, buffer)
-            found[OBJECTS] = buffer.getvalue()
+            found[OBJECTS] = _apart({name: one.state_dict() for name, one in self.objects.items()})
         if self.losses:
             found[LOSSES] = self.losses
         return found
 
     def load(self, state: dict[str, Any], device: torch.device) -> None:
-        """Load what `state` returned in another process.
+        """Load what `state` or `packed` returned in another process.
 
         Args:
             device: receives tensors that were on a GPU.
@@ -54,19 +57,18 @@ class Extra:
                 if value is not own[name]:
                     own[name].copy_(value)
         if self.objects:
-
-            def place(storage: Any, saved_on: str) -> Any:
-                return storage if saved_on == "cpu" else storage.to(device=device)
-
-            held = torch.load(io.BytesIO(state[OBJECTS]), weights_only=True, map_location=place)
+            held = state[OBJECTS]
+            states = _unpacked(held, device) if isinstance(held, bytes) else _together(held[0], held[1], device)
             for name, one in self.objects.items():
-                one.load_state_dict(held[name])
+                one.load_state_dict(states[name])
 
     @contextlib.contextmanager
     def unchanged(self, device: torch.device) -> Iterator[None]:
-        """Context manager that undoes changes of the objects on exit."""
+        """Context manager that undoes changes of the objects on exit. Does not wait for the device."""
         alone = Extra(objects=self.objects)
         held = alone.state()
+        for tensors, _ in held.values():
+            tensors[:] = [tensor.clone() for tensor in tensors]
         try:
             yield
         finally:
@@ -81,7 +83,7 @@ class Extra:
         for name, one in self.objects.items():
             alone = Extra(objects={name: one})
             try:
-                alone.load(alone.state(), device)
+                alone.load(packed(alone.state()), device)
             except Exception as error:
                 raise Refused(
                     f"stateful in {file}: {name} cannot be saved and restored: {one_line(error)[:200]}; state_dict() "
@@ -92,6 +94,94 @@ class Extra:
         """Return a digest of each object's state, which must be the same on all ranks."""
         texts = {name: repr(mapped(one.state_dict(), _comparable)) for name, one in self.objects.items()}
         return {name: hashlib.sha256(text.encode()).hexdigest() for name, text in texts.items()}
+
+
+@dataclasses.dataclass(frozen=True)
+class _Place:
+    """Stands for a tensor in the pickled part of a state."""
+
+    number: int
+    is_on_gpu: bool
+    requires_grad: bool
+    is_parameter: bool
+
+
+def _apart(state: Any) -> list[Any]:
+    """Take a state apart: return a list of its tensors, and the rest, pickled. Tensors of unusual layouts stay in the
+    rest."""
+    tensors: list[Tensor] = []
+    places: dict[int, _Place] = {}
+
+    def place(value: Any) -> Any:
+        if type(value) not in (Tensor, nn.Parameter) or value.layout != torch.strided:
+            return value
+        if id(value) not in places:
+            kind = (value.is_cuda, value.requires_grad, isinstance(value, nn.Parameter))
+            places[id(value)] = _Place(len(tensors), *kind)
+            tensors.append(value.detach().resolve_conj().resolve_neg())
+        return places[id(value)]
+
+    rest = mapped(state, place)
+    return [tensors, pickle.dumps(rest)]
+
+
+def _together(tensors: list[Tensor], rest: bytes, device: torch.device | None) -> Any:
+    """Put a state together again.
+
+    Args:
+        device: receives tensors that were on a GPU; None: all stay where they are.
+    """
+    made: dict[int, Tensor] = {}
+
+    def tensor(value: Any) -> Any:
+        if not isinstance(value, _Place):
+            return value
+        if value.number not in made:
+            one = tensors[value.number]
+            one = one.to(device) if value.is_on_gpu and device is not None else one
+            is_trained = value.requires_grad
+            made[value.number] = nn.Parameter(one, is_trained) if value.is_parameter else one.requires_grad_(is_trained)
+        return made[value.number]
+
+    return mapped(pickle.loads(rest), tensor)
+
+
+def packed(state: dict[str, Any]) -> dict[str, Any]:
+    """Return a state as it is written to the disk: the objects' states as one value, with all tensors on the host."""
+    if OBJECTS not in state:
+        return state
+    tensors, rest = state[OBJECTS]
+    on_gpu = set[int]()
+
+    def note(value: Any) -> Any:
+        if isinstance(value, _Place) and value.is_on_gpu:
+            on_gpu.add(value.number)
+        return value
+
+    mapped(pickle.loads(rest), note)
+    whole = _together([tensor.cpu() for tensor in tensors], rest, None)
+    buffer = io.BytesIO()
+    torch.save((whole, sorted(on_gpu)) if on_gpu else whole, buffer)
+    return state | {OBJECTS: buffer.getvalue()}
+
+
+def _unpacked(value: bytes, device: torch.device) -> Any:
+    """Return the objects' states from a checkpoint. An earlier release saved tensors that were on a GPU as such."""
+
+    def place(storage: Any, saved_on: str) -> Any:
+        return storage if saved_on == "cpu" else storage.to(device=device)
+
+    held = torch.load(io.BytesIO(value), weights_only=True, map_location=place)
+    if not isinstance(held, tuple):
+        return held
+    state, on_gpu = held
+    tensors, rest = _apart(state)
+
+    def put(value: Any) -> Any:
+        is_place = isinstance(value, _Place)
+        return dataclasses.replace(value, is_on_gpu=value.number in on_gpu) if is_place else value
+
+    return _together(tensors, pickle.dumps(mapped(pickle.loads(rest), put)), device)
 
 
 def check_equal(digests: list[dict[str, str]]) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import set_model_state_dict, set_optimizer_state_dict
 
-from train.checkpoint.extra import LOSSES, Extra
+from train.checkpoint.extra import LOSSES, OBJECTS, Extra
 from train.checkpoint.state_dict import initialized_state, state_of, without_hooks
 from train.errors import one_line
 from train.run import owner
@@ -65,7 +65,8 @@ def load(
         if optimizer is not None:
             _make_places(state["optim"], dict(module.named_parameters()), written, metadata)
         has_losses = any(path[0] == LOSSES for _, path in written)  # an earlier release wrote none
-        state |= {key: value for key, value in extra.state().items() if key != LOSSES or has_losses}
+        places = extra.state() | ({OBJECTS: b""} if extra.objects else {})
+        state |= {key: value for key, value in places.items() if key != LOSSES or has_losses}
         dcp.load(state, storage_reader=reader, no_dist=by_itself)
     except (dcp.api.CheckpointException, ValueError, KeyError) as error:  # DCP wraps all that the state is at fault for
         if isinstance(cause_of(error), OSError):  # of the disk, and may pass

@@ -22,6 +22,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from train import faults
+from train.checkpoint.extra import packed
 from train.checkpoint.load import reason_of
 from train.checkpoint.manifest import FORMAT, MANIFEST, PARTIAL, manifest_text, set_aside
 from train.checkpoint.prune import make_room, prune
@@ -152,7 +153,7 @@ class Saver:
 
     def _write(self, partial: Path, state: dict[str, Any]) -> dict[str, Any]:
         """Write the shards. Returns what the manifest lists."""
-        writer = DurableWriter(partial)
+        writer, state = DurableWriter(partial), packed(state)
         if not self._of_rank_0:
             # DCP gathers the errors of all ranks and raises on each of them
             dcp.save(state, storage_writer=writer, process_group=self.world.group, no_dist=self.world.size == 1)

@@ -1,5 +1,8 @@
 """Serializes the training state into a pickled part, with a reference for each tensor, and the tensors, and reads it
 back. It is used for snapshots (snapshot.py), and to send rank 0's state to ranks without a folder or memory.
+
+The tensors lie one after the other. Ranks that hold the same state share the copying of it: each copies an equal part
+of the bytes, and the first one the pickled part.
 """
 
 from __future__ import annotations
@@ -8,16 +11,19 @@ import contextlib
 import dataclasses
 import math
 import pickle
+import zlib
 from collections import OrderedDict
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from train.checkpoint.buffers import Buffers, begin_of_tensors
+from train.checkpoint.extra import AVERAGES
 from train.checkpoint.state_dict import TrainState
 from train.data.to_device import mapped
 from train.parallel.torch_private import copy_metadata
@@ -57,93 +63,142 @@ class ShardRef:
 class Serialized:
     """A state that is ready to be copied into a buffer. A tensor that several names share is in it once."""
 
+    part: int = 0
+    parts: int = 1
+    """The part of the bytes to copy, and the number of parts."""
     tensors: list[Tensor] = dataclasses.field(default_factory=list)
     starts: list[int] = dataclasses.field(default_factory=list)
     """The offset of each tensor, in bytes."""
+    rest_until_update: list[bool] = dataclasses.field(default_factory=list)
+    """Whether forwards leave the tensor alone: only updates change weights, their averages and an optimizer's state."""
     end: int = 0
     plain: bytes = b""
     """Everything except the tensors."""
     _refs: dict[int, TensorRef] = dataclasses.field(default_factory=dict)
     _shards: dict[int, ShardRef] = dataclasses.field(default_factory=dict)
 
-    def add(self, value: Any) -> Any:
+    def add(self, value: Any, rests: bool = False) -> Any:
         """Return the value with references instead of tensors."""
         if isinstance(value, DTensor):
             if id(value) not in self._shards:  # each to_local() is another tensor
-                local = self.add(value.to_local())
+                local = self.add(value.to_local(), rests or isinstance(value, nn.Parameter))
                 self._shards[id(value)] = ShardRef(local, value.placements, value.shape, value.stride())
             return self._shards[id(value)]
         if not isinstance(value, Tensor):
             return value
         ref = self._refs.get(id(value))
         if ref is None:
-            dense = value.dim() == 4 and value.is_contiguous(memory_format=torch.channels_last)
-            stride = value.stride() if dense else torch.empty(value.shape, device="meta").stride()
+            stride = value.stride() if _is_dense(value) else torch.empty(value.shape, device="meta").stride()
             ref = self._refs[id(value)] = TensorRef(self.end, value.dtype, tuple(value.shape), tuple(stride))
             self.tensors.append(value)
             self.starts.append(self.end)
+            self.rest_until_update.append(rests or isinstance(value, nn.Parameter))
             self.end += -(-ref.size // _ALIGN) * _ALIGN
         return ref
 
+    def add_at_rest(self, value: Any) -> Any:
+        """Return the value with references instead of tensors, which forwards leave alone."""
+        return self.add(value, rests=True)
+
+    @property
+    def first(self) -> int:
+        """The first byte of the tensors to copy."""
+        return begin_of_part(self.end, self.part, self.parts)
+
+    @property
+    def length(self) -> int:
+        """Bytes of the tensors to copy."""
+        return begin_of_part(self.end, self.part + 1, self.parts) - self.first
+
     @property
     def size(self) -> int:
-        """Bytes of a buffer that can hold the state."""
-        return begin_of_tensors(len(self.plain)) + self.end
+        """Bytes of a buffer that can hold the part to copy."""
+        return begin_of_tensors(len(self.plain)) + self.length
 
-    def copy_to(self, memory: Tensor) -> None:
-        """Copy the tensors into a buffer (uint8). A GPU copies in its stream, and the host does not wait."""
-        start = begin_of_tensors(len(self.plain))
-        for tensor, at in zip(self.tensors, self.starts, strict=True):
-            if tensor.numel():
-                flat = _bytes_of(tensor)
-                memory[start + at : start + at + len(flat)].copy_(flat, non_blocking=True)
+    def copy_to(self, memory: Tensor, rests_until_update: bool | None = None) -> None:
+        """Copy the tensors into a buffer (uint8). A GPU copies in its stream, and the host does not wait.
+
+        Args:
+            rests_until_update: which tensors to copy; None: all.
+        """
+        start, first, last = begin_of_tensors(len(self.plain)), self.first, self.first + self.length
+        for tensor, at, rests in zip(self.tensors, self.starts, self.rest_until_update, strict=True):
+            low, high = max(at, first), min(at + tensor.nbytes, last)
+            if low < high and rests_until_update in (None, rests):
+                own = memory[start + low - first : start + high - first]
+                own.copy_(_bytes_of(tensor)[low - at : high - at], non_blocking=True)
+
+
+def begin_of_part(size: int, part: int, parts: int) -> int:
+    """Return the first byte of a part, if these bytes are divided into equal parts."""
+    return min(-(-size // (parts * _ALIGN)) * part * _ALIGN, size)
+
+
+def _is_dense(value: Tensor) -> bool:
+    """Whether the elements of a tensor lie in memory without gaps, each once, in whatever order of dimensions."""
+    if value.is_contiguous():
+        return True
+    end = 1
+    for stride, count in sorted(zip(value.stride(), value.shape, strict=True)):
+        if count != 1 and stride != end:
+            return False
+        end *= count
+    return True
 
 
 def _bytes_of(value: Tensor) -> Tensor:
     """Return the bytes of a tensor (uint8) on its device, as a view if possible."""
     value = value.detach()
-    if value.dim() == 4 and value.is_contiguous(memory_format=torch.channels_last):
-        value = value.permute(0, 2, 3, 1)
-    return value.contiguous().reshape(-1).view(torch.uint8)
+    flat = value.as_strided((value.numel(),), (1,)) if _is_dense(value) else value.reshape(-1)
+    return flat.view(torch.uint8)
 
 
-def serialize(state: TrainState, fingerprint: str, step: int, mark: str) -> Serialized:
+def serialize(
+    state: TrainState, fingerprint: str, step: int, mark: str, part: int = 0, parts: int = 1
+) -> Serialized:  # fmt: skip
     """Serialize the state of a run.
 
     Args:
         fingerprint: of everything that must be the same where the snapshot is used.
         step: the state is that after this step.
         mark: the mark of the attempt that made the step.
+        part: the part that this rank copies; ranks that hold the same state copy `parts` parts of it.
     """
-    serialized, weights = Serialized(), dict(state.module.state_dict(keep_vars=True))
-    tree = {"model": weights, "optimizer": state.optimizer.state_dict(), "scaler": state.precision.scaling()}
-    found = mapped(tree | {"extra": state.extra.state()}, serialized.add)
-    serialized.plain = pickle.dumps({"fingerprint": fingerprint, "step": step, "mark": mark, "state": found})
+    serialized, weights = Serialized(part, parts), dict(state.module.state_dict(keep_vars=True))
+    extra = state.extra.state()
+    averages = {AVERAGES: extra.pop(AVERAGES)} if AVERAGES in extra else {}
+    optimizer = state.optimizer.state_dict()
+    moments = {"state": optimizer.pop("state", {})}  # and not the groups: a rate may be a tensor, set before a forward
+    found: dict[str, Any] = mapped({"model": weights, "scaler": state.precision.scaling()}, serialized.add)
+    found["optimizer"] = mapped(moments, serialized.add_at_rest) | mapped(optimizer, serialized.add)
+    found["extra"] = mapped(extra, serialized.add) | mapped(averages, serialized.add_at_rest)
+    if parts > 1:
+        mark += f" {zlib.crc32(repr(serialized.starts).encode())}"  # the places of tensors must be the same
+    held = {"fingerprint": fingerprint, "mark": mark}
+    serialized.plain = pickle.dumps(held | {"state": found} if part == 0 else held)
     return serialized
 
 
 @dataclasses.dataclass(frozen=True)
 class Content:
-    """A snapshot that has been read and verified."""
+    """A snapshot that has been verified."""
 
     step: int
-    mark: str
     state: dict[str, Any]
     """`model`, `optimizer`, `scaler`, `extra`."""
-    memory: Any
-    """The bytes of the tensors: a mapped buffer, or an array."""
-    start: int
-    """The offset of the tensors in `memory`."""
+    parts: Sequence[memoryview]
+    """The bytes of the tensors (memoryviews): one part after the other."""
 
     def tensor(self, ref: TensorRef) -> Tensor:
         """Return a tensor with its own memory."""
-        flat = torch.empty(0, dtype=ref.dtype)
-        if ref.size:
-            flat = torch.frombuffer(
-                self.memory, dtype=ref.dtype, count=ref.size // ref.dtype.itemsize, offset=self.start + ref.at
-            )
-        found = torch.empty_strided(ref.shape, ref.stride, dtype=ref.dtype)
-        return found.copy_(flat.as_strided(ref.shape, ref.stride)) if ref.size else found
+        flat, first = torch.empty(ref.size, dtype=torch.uint8), 0
+        for part in self.parts:
+            low, high = max(ref.at, first), min(ref.at + ref.size, first + len(part))
+            if low < high:
+                piece = part[low - first : high - first]
+                flat[low - ref.at : high - ref.at] = torch.frombuffer(piece, dtype=torch.uint8)
+            first += len(part)
+        return flat.view(ref.dtype).as_strided(ref.shape, ref.stride)
 
     def walk(self, value: Any, mesh: DeviceMesh | None = None) -> Any:
         """Return the value with tensors instead of references.
@@ -164,16 +219,21 @@ class Content:
         return mapped(value, held)
 
 
-def read(buffers: Buffers, slot: int, fingerprint: str) -> Content | None:
-    """Read the snapshot in a buffer; None if it is damaged or has another fingerprint."""
+def mark_of(part: Buffers, step: int, fingerprint: str) -> str | None:
+    """Verify a part of the snapshot of a step. Returns its mark, which must be that of all parts; None: it is damaged
+    or has another fingerprint."""
     with contextlib.suppress(OSError, pickle.UnpicklingError, KeyError, ValueError, EOFError, AttributeError):
-        found = buffers.read(slot)
-        if found is not None:
-            plain, memory = found
-            held = pickle.loads(plain)
-            if held["fingerprint"] == fingerprint:
-                return Content(held["step"], held["mark"], held["state"], memory, begin_of_tensors(len(plain)))
+        slot = part.steps[step]
+        held = pickle.loads(part.read(slot)[0]) if part.is_whole(slot) else {"fingerprint": None}
+        if held["fingerprint"] == fingerprint:
+            return str(held["mark"])
     return None
+
+
+def read(parts: Sequence[Buffers], step: int) -> Content:
+    """Return the snapshot of a step, from all its parts, which have been verified."""
+    read = [part.read(part.steps[step]) for part in parts]
+    return Content(step, pickle.loads(read[0][0])["state"], [tensors for _, tensors in read])
 
 
 def apply(content: Content, state: TrainState) -> None:
@@ -210,4 +270,4 @@ def broadcast_state(world: World, state: TrainState) -> None:
     for piece in memory[start:].split(_PIECE) if end else ():
         dist.broadcast(piece, src=0, group=world.group)
     if own is None:
-        apply(Content(0, "", pickle.loads(plain)["state"], memory.numpy(), start), state)
+        apply(Content(0, pickle.loads(plain)["state"], [memory[start:].numpy().data]), state)

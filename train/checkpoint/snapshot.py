@@ -1,12 +1,13 @@
 """Snapshots: copies of the training state in memory that outlives the ranks. A rank's death costs only the steps since
 the last one.
 
-In ddp rank 0 copies the whole state, with fsdp and hsdp each rank copies its part. All copy after the same step: rank 0
-requests a copy in the stats of a step, as often as copies take a hundredth of the time, and a rank that cannot take
-part vetoes it there. A copy is sealed once the loss of its step is known to be finite and the lines of the run are
-written up to it.
+Each rank copies a part: with fsdp and hsdp its own part of the state, in ddp an equal share of what the ranks of the
+first machine hold alike. All copy after the same step: rank 0 requests a copy in the stats of a step, as often as
+copies take a hundredth of the time, and a rank that cannot take part vetoes it there. A copy is sealed once the loss of
+its step is known to be finite and the lines of the run are written up to it. A rank whose last copy is not sealed
+vetoes the next one, so the copy that is overwritten is never the newest one that all ranks have sealed.
 
-On a GPU the device copies, between the update of the step and the next forward, into pinned memory, and the host does
+On a GPU the device copies into pinned memory, beside the next forward and backward (side_copy.py), and the host does
 not wait: a thread waits for the copy and seals it. On a CPU everything happens at once.
 """
 
@@ -15,6 +16,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -26,6 +28,7 @@ from train import format
 from train.checkpoint import serialize
 from train.checkpoint.buffers import Buffers, begin_of_tensors
 from train.checkpoint.serialize import Content, Serialized
+from train.checkpoint.side_copy import SideCopy
 from train.checkpoint.staging import PinnedMemory
 from train.checkpoint.state_dict import TrainState
 from train.parallel.world import World
@@ -53,37 +56,53 @@ class _Draft:
     slot: int
     step: int
     state: Serialized
-    begun: Any
-    ended: Any
-    """CUDA events around the copy; None on a CPU."""
+    side: SideCopy | None
+    """The copy that a GPU makes; None on a CPU."""
     seconds: float
     """Seconds of the host that the copy took."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Parts:
+    """The buffers of all parts of the state that a rank has, on its machine."""
+
+    all: list[Buffers]
+    own: int = 0
+    """The part that this rank copies."""
+
+    def checked(self, world: World) -> list[Buffers]:
+        """Return the parts that this rank verifies: its own, or all if it loads without the others."""
+        return self.all if world.size == 1 else [self.all[self.own]]
 
 
 class Snapshots:
     """One rank's copies."""
 
     def __init__(
-        self, buffers: Buffers | None, is_on: bool, world: World, is_sharded: bool, fingerprint: str, mark: str,
+        self, parts: Parts | None, is_on: bool, world: World, is_sharded: bool, fingerprint: str, mark: str,
         memory_left: Callable[[], int],
     ) -> None:  # fmt: skip
         """
         Args:
-            buffers: this rank copies to and loads from them; None: it has none.
+            parts: this rank copies to one of them and loads from all; None: it has no copies.
             is_on: whether copies are wanted; the same on all ranks.
             is_sharded: each rank has a part of the state only.
             fingerprint: of everything that must be the same where a copy is used.
             mark: the mark of this attempt, the same on all machines.
             memory_left: returns the bytes of memory that are left.
         """
-        self.buffers, self._is_on, self._world, self.is_sharded = buffers, is_on, world, is_sharded
+        self.parts, self._is_on, self._world, self.is_sharded = parts, is_on, world, is_sharded
         self.fingerprint, self.memory_left, self._mark = fingerprint, memory_left, mark
-        self._copies = is_sharded or world.is_first
+        self._buffers = parts.all[parts.own] if parts is not None else None
         self._memory: list[PinnedMemory] = []
         """The buffers, after they are reserved."""
         self._thread: threading.Thread | None = None
         """Reserves the memory, or seals a copy."""
         self._draft: _Draft | None = None
+        self._stream: torch.cuda.Stream | None = None
+        """The stream of a GPU's copies, once there is one."""
+        self._unheld: SideCopy | None = None
+        """The GPU's copy that the next update has to wait for."""
         self._problem = ""
         """Why no more copies are possible; '' while they are."""
         self._is_over = False
@@ -121,9 +140,10 @@ class Snapshots:
         """
         if not self._is_on:
             return 0.0
-        is_ready = not self._is_over and self._is_written() and (bool(self._memory) or not self._copies)
+        has_sealed = bool(self._memory) and self._draft is None and not self._is_busy
+        is_ready = not self._is_over and self._is_written() and (has_sealed or self._buffers is None)
         begins = max(time.monotonic(), self._last + self._steps_ahead * self._pace)
-        requests = is_ready and self._world.is_first and begins >= self._next
+        requests = is_ready and self._world.is_first and begins >= self._next and not any(self._requested)
         if requests:
             self._next = begins + self.cost * (1 / SHARE - 1)
         self._requested.append(requests)
@@ -145,7 +165,7 @@ class Snapshots:
             return
         self._pace = time.monotonic() - self._last
         try:
-            if self._copies:
+            if self._buffers is not None:
                 self._continue(step)
         except Exception as error:  # an optimizer may hold what cannot be serialized
             self._problem = str(error)
@@ -159,15 +179,21 @@ class Snapshots:
 
     def _continue(self, step: int) -> None:
         """Seal the last copy, begin a new one, or reserve the memory for them."""
-        is_written = self._is_written()
         is_due, self._is_due = self._is_due, False
-        if self._draft is not None and self._known >= self._draft.step and is_written:
+        if self._draft is not None and self._known >= self._draft.step and self._is_written():
             draft, self._draft = self._draft, None
             self._start(self._seal, draft)
-        if is_due and self._memory and self._draft is None and is_written:
+        if is_due and self._memory and self._draft is None:
             self._copy(step)
         elif not self._memory and not self._is_busy:
             self._prepare(self._serialize(step))
+
+    def hold(self) -> None:
+        """Let the GPU finish an unfinished copy before it changes weights or the optimizer's state. The host does not
+        wait."""
+        if self._unheld is not None:
+            self._unheld.hold()
+            self._unheld = None
 
     def wait(self, seconds: float | None = None) -> None:
         """Wait for an unfinished copy."""
@@ -177,6 +203,9 @@ class Snapshots:
     def close(self) -> None:
         """Give the memory back at the end of training, after an unfinished copy."""
         self.wait(_PATIENCE)
+        if self._unheld is not None and not self._is_busy:
+            self._start(self._unheld.wait)
+            self.wait(_PATIENCE)
         if not self._is_busy:
             self._release()
 
@@ -184,52 +213,49 @@ class Snapshots:
     def _is_busy(self) -> bool:
         return self._thread is not None and self._thread.is_alive()
 
-    def _start(self, what: Callable[..., None], *arguments: Any) -> None:
+    def _start(self, what: Callable[..., object], *arguments: Any) -> None:
         self._thread = threading.Thread(target=what, args=arguments, daemon=True, name="snapshot")
         self._thread.start()
 
     def _serialize(self, step: int) -> Serialized:
-        return serialize.serialize(self._state, self.fingerprint, step, self._mark)
+        assert self.parts is not None
+        part, parts = self.parts.own, len(self.parts.all)
+        return serialize.serialize(self._state, self.fingerprint, step, self._mark, part, parts)
 
     def _copy(self, step: int) -> None:
         """Copy the state after a step into the older buffer."""
         began = time.perf_counter()
-        self.wait()  # for the copy before: no part may fall two copies behind
+        self.wait()
         state = self._serialize(step)
         if state.size > min(len(memory.map) for memory in self._memory):
             self._release()  # it has grown, perhaps by layers that no step before has used
             self._prepare(state)
             return
-        assert self.buffers is not None
+        assert self._buffers is not None
         self._next = time.monotonic() + self.cost * (1 / SHARE - 1)
-        slot, begun = self.buffers.begin(), self._event()
-        state.copy_to(self._memory[slot].bytes)
-        draft = _Draft(slot, step, state, begun, self._event(), time.perf_counter() - began)
-        if self._known >= step:
+        slot, side, device = self._buffers.begin(), None, self._world.device
+        memory = self._memory[slot].bytes
+        if device.type == "cuda":
+            self._stream = self._stream or torch.cuda.Stream(device)
+            side = self._unheld = SideCopy(state, memory, device, self._stream)
+        else:
+            state.copy_to(memory)
+        draft = _Draft(slot, step, state, side, time.perf_counter() - began)
+        if self._known >= step and side is None and self._is_written():
             self._seal(draft)
         else:
             self._draft = draft
 
-    def _event(self) -> torch.cuda.Event | None:
-        if self._world.device.type != "cuda":
-            return None
-        event = torch.cuda.Event(enable_timing=True, blocking=True)
-        event.record(torch.cuda.current_stream(self._world.device))
-        return event
-
     def _seal(self, draft: _Draft) -> None:
         """Wait for the device, and write the header."""
         try:
-            assert self.buffers is not None
-            taken = draft.seconds
-            if draft.ended is not None:
-                torch.cuda.set_device(self._world.device)  # else this thread would open the first one
-                draft.ended.synchronize()
-                taken += draft.begun.elapsed_time(draft.ended) / 1000
+            assert self._buffers is not None
+            taken = draft.seconds + (draft.side.wait() if draft.side is not None else 0.0)
             began = time.perf_counter()
-            self.buffers.seal(draft.slot, self._memory[draft.slot].map, draft.step, draft.state.plain, draft.state.end)
+            memory, plain = self._memory[draft.slot].map, draft.state.plain
+            self._buffers.seal(draft.slot, memory, draft.step, plain, draft.state.length)
             sealing = time.perf_counter() - began
-            cost = taken + sealing if draft.ended is None else max(taken, sealing * SHARE / _BUSY)
+            cost = taken + sealing if draft.side is None else max(taken, sealing * SHARE / _BUSY)
             self._costs.append(cost)
             self._next += (min(self._costs) - self.cost) * (1 / SHARE - 1)
             self.cost = min(self._costs)
@@ -238,18 +264,18 @@ class Snapshots:
 
     def _prepare(self, state: Serialized) -> None:
         """Reserve pinned memory for copies of a state, if there is enough."""
-        assert self.buffers is not None
-        size = begin_of_tensors(len(state.plain) + max(len(state.plain), _SLACK)) + state.end
-        ranks = self._world.local_size if self.is_sharded else 1
-        missing, left = 2 * size - self.buffers.taken, self.memory_left()
+        assert self._buffers is not None
+        size = begin_of_tensors(len(state.plain) + max(len(state.plain), _SLACK)) + state.length
+        ranks = self._world.local_size
+        missing, left = 2 * size - self._buffers.taken, self.memory_left()
         if missing > 0 and missing * ranks > left / 2:
             self._problem = (
-                f"{2 * ranks} x {format.size(size)} are more than half of the {format.size(left)} that are left; "
+                f"2 x {format.size(size * ranks)} are more than half of the {format.size(left)} that are left; "
                 "a death now costs the steps since the last checkpoint"
             )
             return
-        if not self.buffers.holds(size):  # else it is that of the attempt before
-            self._say(f"snapshots in memory: 2 x {format.size(size)}" + (" for each rank" if self.is_sharded else ""))
+        if not self._buffers.holds(size):  # else it is that of the attempt before
+            self._say(f"snapshots in memory: 2 x {format.size(size * ranks)}")
         self.cost = size / _SPEED
         if size <= _AT_ONCE and self._world.device.type == "cpu":
             self._reserve(size)
@@ -259,10 +285,10 @@ class Snapshots:
     def _reserve(self, size: int) -> None:
         """Reserve the memory, map it, and pin it for a GPU."""
         try:
-            assert self.buffers is not None
-            self.buffers.reserve(size)
+            assert self._buffers is not None
+            self._buffers.reserve(size)
             device = self._world.device if self._world.device.type == "cuda" else None
-            maps = self.buffers.map()
+            maps = self._buffers.map()
             self._memory = [PinnedMemory(memory, device, "snapshots make training wait") for memory in maps]
         except (OSError, ValueError, RuntimeError) as error:
             self._problem = str(error)
@@ -273,20 +299,27 @@ class Snapshots:
         self._memory = []
 
 
-def newest_common(buffers: Buffers, world: World) -> int:
+def newest_common(parts: Parts, world: World) -> int:
     """Return the newest step of which all ranks have a copy, by the headers alone; 0: none. A collective."""
-    return max(set.intersection(*world.gather(set(buffers.steps))), default=0)
+    own = set.intersection(*(set(part.steps) for part in parts.checked(world)))
+    return max(set.intersection(*world.gather(own)), default=0)
 
 
-def read(buffers: Buffers, world: World, step: int, fingerprint: str) -> Content | None:
-    """Read this rank's copy after a step, on all ranks or on none. A collective.
+def read(parts: Parts, world: World, step: int, fingerprint: str) -> Content | None:
+    """Read the copy after a step, on all ranks or on none. A collective.
 
     If a rank cannot use its copy, or the copies are of different attempts, all ranks wipe theirs.
     """
-    slot = buffers.steps[step]
-    content = serialize.read(buffers, slot, fingerprint)
-    marks = world.gather(content.mark if content is not None else None)
-    if None in marks or len(set(marks)) > 1:
-        buffers.wipe(slot)
+    own = parts.checked(world)
+    marks = world.gather({serialize.mark_of(part, step, fingerprint) for part in own})
+    known = set.union(*marks)
+    if None in known or len(known) > 1:
+        wipe(parts, world, step, step)
         return None
-    return content
+    return serialize.read(parts.all, step)
+
+
+def wipe(parts: Parts, world: World, first: int, last: float = math.inf) -> None:
+    """Invalidate the copies of these steps, on each rank those that it verifies."""
+    for part in parts.checked(world):
+        part.wipe_steps(first, last)

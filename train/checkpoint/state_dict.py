@@ -34,7 +34,7 @@ class TrainState:
     extra: Extra = dataclasses.field(default_factory=Extra)
 
     def tree(self) -> dict[str, Any]:
-        """Return the state as DCP writes it."""
+        """Return the state as a checkpoint holds it; `extra.packed` makes of it what DCP writes."""
         return state_of(self.module, self.optimizer) | self.extra.state()
 
 

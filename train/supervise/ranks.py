@@ -22,7 +22,6 @@ from typing import Any
 
 from train import hash_seed
 from train.checkpoint.buffers import ENVIRONMENT, SnapshotMemory
-from train.config import SPREAD
 from train.errors import Refused, one_line
 from train.parallel.rank_env import RankEnv
 from train.run.run_folder import Lock, Run
@@ -248,7 +247,7 @@ def snapshot_memory(run: Run, ranks: int) -> SnapshotMemory | None:
     config = run.read_config()
     if not config.get("checkpoint.snapshots", True):
         return None
-    return SnapshotMemory(ranks if config.get("parallel.strategy") in SPREAD else 1)
+    return SnapshotMemory(ranks)
 
 
 _SIZES = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")

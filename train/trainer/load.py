@@ -88,20 +88,20 @@ def _parted(mine: list[tuple[str, int]], theirs: list[tuple[str, int]]) -> float
 
 
 def _load(run: Run, world: World, snapshots: Snapshots, state: TrainState) -> ResumeState:
-    buffers, scaler = snapshots.buffers, state.precision.scaler
+    parts, scaler = snapshots.parts, state.precision.scaler
     newest = functools.cache(lambda: _newest_valid(run, sets_aside=True))  # reads every byte of it
     while True:
         start = _choose(run, world, snapshots, newest)
-        if buffers is None or not start.from_memory:
+        if parts is None or not start.from_memory:
             break
-        content = snapshot.read(buffers, world, start.step, snapshots.fingerprint)
+        content = snapshot.read(parts, world, start.step, snapshots.fingerprint)
         if content is not None:
             serialize.apply(content, state)
             break
         if world.is_first:
             log.warning("warning: the snapshot of step %d is damaged or of other ranks, and is not used", start.step)
-    if buffers is not None:
-        buffers.wipe_from(start.step + start.from_memory)
+    if parts is not None:  # later steps will be made again
+        snapshot.wipe(parts, world, start.step + start.from_memory)
     if start.manifest:
         load(run.checkpoint(start.step), state.module, state.optimizer, world.size == 1, state.extra)
         if scaler is not None and start.manifest.get("scaler"):
@@ -111,7 +111,7 @@ def _load(run: Run, world: World, snapshots: Snapshots, state: TrainState) -> Re
 
 def _choose(run: Run, world: World, snapshots: Snapshots, newest: Newest) -> ResumeState:
     """Choose the newest snapshot that all ranks have, or a checkpoint if that is newer. A collective."""
-    step = snapshot.newest_common(snapshots.buffers, world) if snapshots.buffers is not None else 0
+    step = snapshot.newest_common(snapshots.parts, world) if snapshots.parts is not None else 0
 
     def choose() -> ResumeState:
         manifests.clean(run)  # what a kill left

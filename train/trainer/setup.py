@@ -16,7 +16,7 @@ from train import config as configuration
 from train import faults
 from train.checkpoint.buffers import Buffers
 from train.checkpoint.save import Saver
-from train.checkpoint.snapshot import Snapshots
+from train.checkpoint.snapshot import Parts, Snapshots
 from train.checkpoint.state_dict import TrainState
 from train.config import Config
 from train.data.loader import Loader
@@ -232,19 +232,22 @@ def arrange(model: torch.nn.Module, config: Config, ranks: int) -> torch.nn.Modu
 def _snapshots(task: Task, config: Config, world: World, memory: Memory | None, mark: str) -> Snapshots:
     """Make the snapshots. A collective: if one rank has no memory for them, no rank has snapshots."""
     is_sharded = config.parallel.strategy in configuration.SPREAD
-    needs_them = is_sharded or world.nodes == 1 or world.is_first  # to other machines rank 0 sends its state
-    buffers = None
+    # to other machines rank 0 sends its state; ranks are numbered node by node
+    needs_them = is_sharded or world.rank == world.local_rank
+    parts = None
     if memory is not None and config.checkpoint.snapshots and needs_them:
+        places = [world.local_rank] if is_sharded else range(world.local_size)
         try:
-            buffers = Buffers(memory.address, world.local_rank if is_sharded else 0)
+            buffers = [Buffers(memory.address, place) for place in places]
+            parts = Parts(buffers, 0 if is_sharded else world.local_rank)
         except OSError as error:
             log.warning("warning: no snapshots in memory: %s", error)
-    has_all = not world.any(needs_them and buffers is None)
+    has_all = not world.any(needs_them and parts is None)
     same = {key: value for key, value in configuration.to_flat(config).items() if key not in configuration.LOCAL}
     place = (world.rank, world.size) if is_sharded else ()
     fingerprint = json.dumps([same, task.sha256, place], sort_keys=True, default=str)
     return Snapshots(
-        buffers if has_all else None, has_all, world, is_sharded, fingerprint, mark,
+        parts if has_all else None, has_all, world, is_sharded, fingerprint, mark,
         memory.left if memory is not None else lambda: 0,
     )  # fmt: skip
 

@@ -110,6 +110,7 @@ def _update(
         tag = f"update{update.name}"
         seed_compute(seed_of(job.config.seed, number), job.world.device, tag, job.optimizer_generators)
     faults.here("update")
+    job.snapshots.hold()
     strategy.update(update.optimizer)
     return sums, False
 

@@ -271,6 +271,7 @@ class Loop:
         """Evaluate. A stop request ends the evaluation; a resume then repeats it."""
         job = self.job
         faults.here("evaluate")
+        job.snapshots.hold()  # averaged weights take the place of the others meanwhile
         beat = functools.partial(job.heart.beat, step=self.done)
         unchanged = job.hooks.extra.unchanged(job.world.device)  # a resume does not repeat an evaluation
         with (
@@ -411,6 +412,7 @@ def conclude(job: Job, done: Done, attempt: int) -> Outcome:
 def digest(job: Job) -> str:
     """Return the digest of the weights as they are evaluated, on rank 0; '' on other ranks. A collective if they are
     sharded."""
+    job.snapshots.hold()
     with evaluated_weights(job.optimizer):
         found = weights_sha256(weights_of(job.strategy.module), job.world.is_first)
     if job.config.parallel.strategy in configuration.SPREAD:

@@ -51,8 +51,8 @@ def _write(buffers: Buffers, step: int) -> None:
 def _is_whole(buffers: Buffers, step: int) -> bool:
     """Whether the newest buffer holds this step, and gives back what was written."""
     assert max(buffers.steps) == step
-    read = buffers.read(buffers.steps[step])
-    return read is not None and read[0] == PLAIN and read[1][begin_of_tensors(len(PLAIN)) :] == _bytes(step)
+    slot = buffers.steps[step]
+    return buffers.is_whole(slot) and buffers.read(slot) == (PLAIN, _bytes(step))
 
 
 def test_what_was_written_last_is_read_by_who_opens_it_later(memory: SnapshotMemory, buffers: Buffers) -> None:
@@ -71,7 +71,7 @@ def test_a_flipped_byte_is_found(memory: SnapshotMemory, buffers: Buffers, place
     fd = os.open(memory.address.split(":")[1], os.O_RDWR)
     os.pwrite(fd, bytes([os.pread(fd, 1, place)[0] ^ 1]), place)
     os.close(fd)
-    assert buffers.read(1) is None
+    assert not buffers.is_whole(1)
     buffers.wipe(1)
     assert _is_whole(buffers, 1)
 
@@ -102,7 +102,7 @@ def test_without_its_owner_there_is_no_memory() -> None:
 def test_copies_of_steps_that_are_made_again_are_forgotten(buffers: Buffers) -> None:
     for step in (7, 9):
         _write(buffers, step)
-    buffers.wipe_from(8)
+    buffers.wipe_steps(8)
     assert buffers.steps.keys() == {7}
     _write(buffers, 8)
     assert buffers.steps.keys() == {7, 8}

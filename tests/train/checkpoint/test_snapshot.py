@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from train.checkpoint import serialize, snapshot
 from train.checkpoint.buffers import Buffers, SnapshotMemory, begin_of_tensors
-from train.checkpoint.snapshot import Snapshots
+from train.checkpoint.snapshot import Parts, Snapshots
 from train.checkpoint.state_dict import TrainState
 from train.config import Config
 from train.parallel.precision import Precision
@@ -48,7 +48,15 @@ class Net(nn.Module):
 class OneRank:
     """One rank's place: its model, and what copies its state after every step."""
 
-    def __init__(self, address: str, room: int = 1 << 40, fingerprint: str = "same", is_sharded: bool = False) -> None:
+    def __init__(
+        self,
+        address: str,
+        room: int = 1 << 40,
+        fingerprint: str = "same",
+        is_sharded: bool = False,
+        part: int = 0,
+        parts: int = 1,
+    ) -> None:
         torch.manual_seed(3)
         self.said: list[str] = []
         self.precision, self.world = Precision("fp32", CPU), World(0, 1, 0, CPU)
@@ -56,9 +64,10 @@ class OneRank:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01, amsgrad=True)
         strategy = Strategy(self.world, Config(), self.precision)
         strategy.take(self.model)
-        self.strategy, self.buffers, self.fingerprint = strategy, Buffers(address), fingerprint
+        self.parts = Parts([Buffers(address, place) for place in range(parts)], part)
+        self.strategy, self.buffers, self.fingerprint = strategy, self.parts.all[part], fingerprint
         self.done, self.lag, self.is_written = 0, 0, True
-        self.snapshots = Snapshots(self.buffers, True, self.world, is_sharded, fingerprint, "mark", lambda: room)
+        self.snapshots = Snapshots(self.parts, True, self.world, is_sharded, fingerprint, "mark", lambda: room)
         self.state = TrainState(self.model, self.optimizer, self.precision)
         self.snapshots.attach(self.state, lambda: self.is_written, self.said.append)
 
@@ -77,8 +86,8 @@ class OneRank:
         self.snapshots.wait()
 
     def take_up(self) -> bool:
-        step = snapshot.newest_common(self.buffers, self.world)
-        content = snapshot.read(self.buffers, self.world, step, self.fingerprint) if step else None
+        step = snapshot.newest_common(self.parts, self.world)
+        content = snapshot.read(self.parts, self.world, step, self.fingerprint) if step else None
         if content is None:
             return False
         serialize.apply(content, self.state)
@@ -121,14 +130,36 @@ def test_another_goes_on_from_it_bit_for_bit(memory: SnapshotMemory) -> None:
     assert other.bits() == one.bits()
 
 
+@pytest.fixture
+def three() -> Iterator[SnapshotMemory]:
+    made = SnapshotMemory(3)
+    yield made
+    made.close()
+
+
+def test_ranks_that_hold_the_same_state_copy_equal_parts_of_it(three: SnapshotMemory) -> None:
+    ranks = [OneRank(three.address, part=part, parts=3) for part in range(3)]
+    for one in ranks:
+        one.step(4)
+    sizes = [serialize.serialize(one.state, "same", 4, "mark", part, 3).length for part, one in enumerate(ranks)]
+    whole = serialize.serialize(ranks[0].state, "same", 4, "mark").length
+    assert sum(sizes) == whole and max(sizes) - min(sizes) < 3 * 64
+    other = OneRank(three.address, part=1, parts=3)
+    assert other.take_up() and other.done == three.step == 4 and other.bits() == ranks[0].bits()
+    for one in ranks[:2]:  # the third dies before it seals its part
+        one.step()
+    assert three.step == 4 and other.take_up() and other.done == 4
+    ranks[2].optimizer.state[ranks[2].model.scale]["more"] = torch.ones(100)
+    ranks[2].step()
+    assert three.step == 5 and not other.take_up()  # the tensors of the third have other places
+
+
 def test_a_copy_that_is_damaged_or_of_other_ranks_is_not_used(memory: SnapshotMemory) -> None:
     one = OneRank(memory.address)
     one.step(4)
     assert one.buffers.steps.keys() == {3, 4}
     slot = one.buffers.steps[4]
-    read = one.buffers.read(slot)
-    assert read is not None
-    one.buffers.map()[slot][begin_of_tensors(len(read[0]))] ^= 1
+    one.buffers.map()[slot][begin_of_tensors(len(one.buffers.read(slot)[0]))] ^= 1
     assert not one.take_up()
     assert one.buffers.steps.keys() == {3}  # the damaged one is forgotten, and the one before serves
     assert OneRank(memory.address).take_up()
@@ -160,7 +191,7 @@ def test_more_memory_is_taken_for_a_state_that_grows(memory: SnapshotMemory) -> 
     one.step(3)
     one.optimizer.state[one.model.one.bias]["late"] = torch.ones(250_000)
     one.step(2)
-    assert one.said == [f"snapshots in memory: 2 x {size} for each rank" for size in ("76.5 KiB", "1 MiB")]
+    assert one.said == [f"snapshots in memory: 2 x {size}" for size in ("76.5 KiB", "1 MiB")]
     assert memory.step == 5
     again = OneRank(memory.address)
     assert again.take_up() and again.bits() == one.bits()
@@ -202,6 +233,8 @@ def test_a_copy_counts_once_its_loss_is_known(memory: SnapshotMemory) -> None:
     one.step()
     bits = one.bits()
     assert memory.step == 2  # of step 3 nobody knows whether the loss is finite
+    assert one.snapshots.copy_request() == -1  # no other copy until that of step 3 is sealed
+    one.snapshots._requested.pop()
     one.step()
     one.settle()
     assert memory.step == 3
@@ -220,7 +253,10 @@ def test_a_rank_whose_lines_the_disk_refuses_refuses_copies(memory: SnapshotMemo
     one.is_written = True
     one.done = 3
     one.step()
-    assert memory.step == 4
+    one.settle()
+    assert memory.step == 3  # its copy, like the others'; until it is sealed there is no next one
+    one.step()
+    assert memory.step == 5
 
 
 def test_what_cannot_be_copied_ends_copies_and_nothing_else(memory: SnapshotMemory) -> None:
