@@ -17,7 +17,7 @@ class Cards:
     """
 
     def __init__(self, folder: Path, count: int, **values: Any) -> None:
-        self.rows = [_row(number) | values for number in range(count)]
+        self._all = self.rows = [_row(number) | values for number in range(count)]
         digest = hashlib.sha256(self._text().encode()).hexdigest()
         self.file, self.hangs = folder / f"cards-{digest[:16]}", folder / "driver-hangs"
         self.environment = {"STANDIN_CARDS_FILE": str(self.file), "STANDIN_HANGS": str(self.hangs)}
@@ -32,8 +32,8 @@ class Cards:
         beside.replace(self.file)
 
     def keep(self, *numbers: int) -> None:
-        """Let all cards vanish but these."""
-        self.rows = [self.rows[number] for number in numbers]
+        """Let all cards vanish but these, by their first numbers."""
+        self.rows = [self._all[number] for number in numbers]
         self.write()
 
     def _text(self) -> str:

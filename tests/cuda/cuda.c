@@ -150,6 +150,8 @@ static void start(void)
     pthread_atfork(NULL, NULL, in_child);
     started = true;
     standin_log("driver %d devices", devices);
+    for (int device = 0; names && device < devices; device++)
+        standin_log("device %d is card %d", device, visible[device]);
 }
 
 /* Open the driver, as cuInit does. */

@@ -18,9 +18,25 @@ static void may_hang(void)
     if (getenv("STANDIN_HANGS") && !access(getenv("STANDIN_HANGS"), F_OK))
         pause();
 }
+/* A handle is a UUID, and stays the card's when others vanish. */
+static void *handle_of(const struct card *card)
+{
+    static char known[64][sizeof card->uuid];
+    int n = 0;
+    while (n < 63 && *known[n] && strcmp(known[n], card->uuid))
+        n++;
+    return strcpy(known[n], card->uuid);
+}
+static int ask(const char *handle, struct card *card)
+{
+    unsigned number = 0;
+    while (read_card(number, card) && strcmp(card->uuid, handle))
+        number++;
+    return read_card(number, card) && card->answers;
+}
 #define ASK(handle) \
     struct card card; \
-    if (!read_card((unsigned)(size_t)(handle) - 1, &card) || !card.answers) \
+    if (!ask(handle, &card)) \
         return LOST
 
 const char *nvmlErrorString(int code) { return code == LOST ? "GPU is lost" : code == NO_DRIVER ? "Driver Not Loaded" : "error"; }
@@ -37,7 +53,7 @@ int nvmlDeviceGetHandleByIndex_v2(unsigned number, void **handle)
     if (!read_card(number, &card))
         return INVALID;
     may_hang();
-    *handle = (void *)(size_t)(number + 1);
+    *handle = handle_of(&card);
     return card.answers ? OK : LOST;
 }
 int nvmlDeviceGetHandleByUUID(const char *uuid, void **handle)

@@ -94,11 +94,11 @@ class Page:
 
     def _ranks(self, record: Record) -> list[str]:
         """Return one line per rank of the current attempt: what it does, and what it uses."""
-        visible, cards = _visible(record), {gpu.number: gpu for gpu in self._cards}
+        names = _gpus_of_ranks(record)
         run, lines = Run(self.runs / record["name"]), []
         for place, rank in enumerate(run_status.ranks(run, record)):  # index on this machine
             what = f"{run_status.doing([rank]):<10} step {rank.beat.step:<8}" if rank.beat else f"{'starting':<24}"
-            card = cards.get(visible[place]) if place < len(visible) else None
+            card = _named(names[place], self._cards) if place < len(names) else None
             gpu = _use_by(rank, run, card) if card is not None and record.get("device") == "cuda" else ""
             lines.append(f"  rank {rank.number:<3} {what} {self._taken(run_status.process(record, rank))}{gpu}")
         return lines
@@ -127,11 +127,15 @@ def _is_explained(record: Record) -> bool:
     )
 
 
-def _visible(record: Record) -> list[int]:
-    """Return the GPU of each rank on this machine."""
-    chosen = str(record.get("gpus") or "")
-    ids = [int(part) for part in chosen.split(",") if part.strip().isdecimal()]
-    return ids or list(range(min(record["world_size"] or 1, run_status.MOST_RANKS)))
+def _gpus_of_ranks(record: Record) -> list[str]:
+    """Return the number or UUID of the GPU of each rank on this machine."""
+    names = str(record.get("gpus") or "").replace(" ", "").split(",")
+    return list(filter(None, names)) or [str(n) for n in range(min(record["world_size"] or 1, run_status.MOST_RANKS))]
+
+
+def _named(name: str, cards: list[GpuState]) -> GpuState | None:
+    """Return the GPU with this number or UUID, which may be cut short; None for a MIG slice."""
+    return next((card for card in cards if name == str(card.number) or card.uuid.startswith(name)), None)
 
 
 def _line_of(run: Run, record: Record) -> list[str]:
