@@ -105,6 +105,15 @@ def _members(annotation: Any) -> list[Any]:
     return [annotation]
 
 
+def _is_literal(member: Any) -> bool:
+    return typing.get_origin(member) is Literal
+
+
+def _words(members: list[Any]) -> list[str]:
+    """Return the words that literal types allow."""
+    return [str(word) for member in filter(_is_literal, members) for word in typing.get_args(member)]
+
+
 def is_optional(annotation: Any) -> bool:
     """Whether a type allows None."""
     return type(None) in _members(annotation)
@@ -114,8 +123,8 @@ def type_name(annotation: Any) -> str:
     """Return the type as help shows it: `N`, `X`, `true|false`, `sgd|adam`."""
     names: list[str] = []
     for member in _members(annotation):
-        if typing.get_origin(member) is Literal:
-            names += map(str, typing.get_args(member))
+        if _is_literal(member):
+            names += _words([member])
         else:
             plain = typing.get_origin(member) or member
             words = {dict: "TABLE", bool: "true|false", int: "N", float: "X", type(None): "none"}
@@ -147,10 +156,11 @@ def parse_value(name: str, annotation: Any, text: str) -> Any:
     members = _members(annotation)
     if type(None) in members and text.lower() == "none":
         return None
-    if bool in members and {bool, type(None)}.issuperset(members):
-        if text not in ("true", "false"):
-            raise Refused(f"--{name} {text}: must be true or false")
-        return text == "true"
+    if bool in members and all(member in (bool, type(None)) or _is_literal(member) for member in members):
+        words = ["true", "false", *_words(members)]
+        if text not in words:
+            raise Refused(f"--{name} {text}: must be {', '.join(words[:-1])} or {words[-1]}")
+        return text == "true" if text in words[:2] else text
     value: Any = text
     if any((typing.get_origin(member) or member) in (list, tuple, dict) for member in members):
         try:
@@ -168,8 +178,7 @@ def reason_of(error: pydantic.ValidationError, annotation: Any = None) -> str:
     """Return the first error as text."""
     first = error.errors()[0]
     message = first["msg"][0].lower() + first["msg"][1:]
-    literals = [member for member in _members(annotation) if typing.get_origin(member) is Literal]
-    words = [str(word) for one in literals for word in typing.get_args(one)]
+    words = _words(_members(annotation))
     if first["type"] == "literal_error":
         message += nearest(str(first["input"]), words)
     else:  # words that a union allows besides numbers

@@ -116,7 +116,8 @@ class Parallel:
     shard_size: Changeable[Count | None] = None
     """For hsdp: number of ranks that share one copy of the model. It must divide the number of ranks."""
     wrap: Changeable[str] = "auto"
-    """For fsdp and hsdp: modules that are gathered as a unit. Class names with commas, or auto: chosen by size."""
+    """For fsdp and hsdp: modules that are gathered as a unit. For compile blocks: modules that are compiled. Class
+    names with commas, or auto: chosen by size; with compile blocks, the repeated blocks."""
     recompute: Changeable[str] = ""
     """Modules whose activations are computed again in the backward pass instead of kept (activation checkpointing).
     Class names with commas, or auto: chosen by size. Empty: none. Does not change the result."""
@@ -236,7 +237,7 @@ class Watch:
     """Minutes without progress of any rank after which a launched run is restarted. 0: never. Default for a task: 5, or
     20 times the slowest step if that is longer. Default for a --script: 30 without output or CPU use."""
     start_minutes: Changeable[Positive] = 30.0
-    """The limit of hang_minutes while a run starts (with compilation and the first step) and while it saves."""
+    """The limit of hang_minutes while a run starts (with the first step), while a rank compiles, and while it saves."""
     healthy_minutes: Changeable[Positive] = 10.0
     """For --script: minutes after which an attempt counts as healthy. The count of restarts then begins again at 0."""
 
@@ -260,9 +261,9 @@ class Config:
     precision: Literal["auto", "fp64", "fp32", "tf32", "bf16", "fp16"] = "auto"
     """Arithmetic. auto: tf32 on GPUs of compute capability 8.0 or newer, else fp32; chosen once, at the launch. bf16
     and fp16: autocast over fp32 weights, faster than tf32. fp16 and tf32 need a GPU."""
-    compile: bool = False
-    """true: compile the model with torch.compile, separately for each shape. The result
-    does not depend on earlier shapes."""
+    compile: bool | Literal["blocks"] = False
+    """Compile with torch.compile, separately for each shape. true: the whole model. blocks: each of its repeated blocks
+    by itself, or the classes in parallel.wrap; faster to compile, and the better choice for fsdp."""
     channels_last: bool = False
     """true: store images and weights of convolutions channels last, which is faster on GPUs."""
     clip_grad_norm: Positive | None = None

@@ -166,7 +166,7 @@ def _steps(task: Any, config: Any, rank: int, ranks: int, store: str) -> None:
     precision = Precision(config.precision, device)
     batch = build.first_samples(task, config, precision, train_set)
     world = join(config, RankEnv(rank, ranks, rank, ranks, f"file://{store}"), device)
-    model = setup.arrange(build.make_model(task, config, precision.weights), config, ranks)
+    model = setup.arrange(build.make_model(task, config, precision.weights), config, ranks, compiles=False)
     updates, _ = spread_updates(task, model, config, world, precision)
     _hooks = Hooks(task, updates[0].strategy, config)  # an average of the weights takes memory too
     set_training(updates[0].strategy.module, config.freeze)

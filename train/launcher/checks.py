@@ -28,7 +28,7 @@ from train.parallel import choose
 from train.parallel.devices import check_kernels, pick_device
 from train.parallel.precision import Precision, auto, lacks_tf32
 from train.parallel.torch_private import without_compiler
-from train.parallel.wrap_units import recompute
+from train.parallel.wrap_units import recompute, wrapped
 from train.run import best, imports
 from train.tasks import Task
 from train.trainer import build, cores, initial_weights, schedule, trace
@@ -230,6 +230,7 @@ def _record(request: Request, task: Task, samples: int, total: int) -> dict[str,
         "git_revision": provenance.git_revision(),
         "sets_epoch": True,
         "gathers_products": True,
+        "compiles_torch": True,
     }
 
 
@@ -274,8 +275,10 @@ def check_model(task: Task, config: Config, ranks: int, precision: Precision) ->
         if task.inference_model is not None:
             how = config.parallel.strategy
             raise Refused(f"{how} cannot run inference_model() of {task.file}; remove it, or use ddp")
-        fsdp.check(model, config.parallel.wrap)
+        fsdp.check(model, config)
     build.inference_model(task, model)
+    if config.compile == "blocks":
+        wrapped(model, config)
     recompute(model, config.parallel.recompute)
     with without_compiler():
         read_updates(task, model, config)

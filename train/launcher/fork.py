@@ -89,6 +89,7 @@ def prepare_fork(run: Run, step: int, flags: dict[str, str], ranks: int) -> Prep
     made: dict[str, Any] = {key: value for key, value in record.items() if key in _RECORD_OF_FORK} | {
         "step": step, "epoch": manifest["epoch"], "total_steps": found.total, "git_revision": provenance.git_revision(),
         "versions": provenance.versions(found.cards), "forked_from": {"run": run.name, "step": step},
+        "compiles_torch": True,
         "warnings": warnings, "unused_fields": no_use, "not_exact": checks.not_exact(task, config, found),
         "gathers_products": True,
     }  # fmt: skip

@@ -18,6 +18,7 @@ from train.launcher.resumable import fork_of
 from train.launcher.task_source import of_run
 from train.launcher.unused_fields import asked, of_no_use
 from train.parallel import choose
+from train.parallel.compiling import is_of_torch
 from train.parallel.devices import NoGPU
 from train.parallel.precision import Precision
 from train.run import imports, states
@@ -58,6 +59,7 @@ def prepare_resume(run: Run, flags: dict[str, str], local: int, nodes: range = A
     if config.precision == "fp16" and (config.device == "cpu" or not cuda.device_count()):
         problem = f"{run.name} computes in fp16, which needs a GPU, but torch sees none here"
         raise Refused(f"{problem}; check with nvidia-smi, or resume it on a machine with a GPU")
+    _check_compiled(run, task, config, flags)
     checks.check_ranks(config, local, nodes)
     source = of_run(run, task)
     try:
@@ -102,6 +104,16 @@ def _check_gathering(
     if precision.products is not None and choose.shards(config, ranks) and not record.get("gathers_products"):
         old = f"{run.name} is from before {config.parallel.strategy} gathered weights in {config.precision}"
         raise Refused(f"{old}, and would continue with other bits{_elsewhere(run, flags)}")
+
+
+def _check_compiled(run: Run, task: Task, config: Config, flags: dict[str, str]) -> None:
+    """Check that `compile` means what it meant when the run started. Raises Refused: it does not."""
+    is_new = run.read().get("compiles_torch") or not run.newest_checkpoint
+    if config.compile is True and not is_new and is_of_torch(build.make_model(task, config)):
+        raise Refused(
+            f"{run.name} is from a version in which --compile true compiled no nn.Sequential, so it would end with "
+            f"other bits; {fork_of(run, flags)}"
+        )
 
 
 def _elsewhere(run: Run, flags: dict[str, str]) -> str:

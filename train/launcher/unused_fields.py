@@ -44,6 +44,8 @@ _NEEDS: dict[str, tuple[str, tuple[Any, ...]]] = {
     "log.mfu": ("device", ("cuda",)),
 }
 """Maps a field to the field that must be set for it to have any effect, and to the values that count; (): any."""
+_OR = {"parallel.wrap": ("compile", "blocks")}
+"""Maps a field to another field, and its value, with which it has an effect too."""
 _EXCLUDED_BY = {"log.mfu": ("compile", "parallel.recompute")}
 """Maps a field to the fields that cancel its effect."""
 _OF_SCRIPTS = "watch.healthy_minutes"
@@ -165,8 +167,13 @@ def _problem(name: str, task: Task, flat: dict[str, Any], source: Source) -> str
 def _lacks(name: str, flat: Mapping[str, Any]) -> str:
     """Return the flag that is missing for this field to have an effect; '' if none is."""
     other, values = _NEEDS.get(name, ("", ()))
-    is_set = not other or (flat[other] in values if values else bool(flat[other]))
-    return "" if is_set else f"--{other} {' or '.join(values)}".rstrip()
+    if not other or (flat[other] in values if values else flat[other]):
+        return ""
+    missing = f"--{other} {' or '.join(values)}".rstrip()
+    if name in _OR:
+        another, value = _OR[name]
+        return "" if flat[another] == value else f"{missing} or --{another} {value}"
+    return missing
 
 
 def check_evaluation(task: Task, config: Config, eval_sets: Mapping[str, Any], asked: Asked) -> None:

@@ -61,8 +61,8 @@ def check(config: Config, size: int) -> None:
             )
     if parallel.find_unused_parameters and name in SPREAD:
         raise Refused(f"--parallel.find_unused_parameters is for ddp, not {name}; leave it out")
-    if parallel.wrap != "auto" and name not in SPREAD:
-        raise Refused(f"--parallel.wrap is for fsdp and hsdp, not {name}; leave it out")
+    if parallel.wrap != "auto" and name not in SPREAD and config.compile != "blocks":
+        raise Refused(f"--parallel.wrap is for fsdp and hsdp, or --compile blocks, not {name}; leave it out")
 
 
 def check_model(model: torch.nn.Module, size: int, device: torch.device) -> None:

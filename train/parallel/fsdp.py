@@ -24,13 +24,14 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+from train.config import Config
 from train.errors import Refused, TrainingFailed
 from train.parallel.strategy import Strategy
 from train.parallel.torch_private import Norm, set_group_timeout
-from train.parallel.wrap_units import norms, units
+from train.parallel.wrap_units import norms, wrapped
 
 
-def check(model: nn.Module, wrap: str) -> None:
+def check(model: nn.Module, config: Config) -> None:
     """Check that a model can be spread in these units.
 
     Raises:
@@ -48,7 +49,7 @@ def check(model: nn.Module, wrap: str) -> None:
                 "so in model(), torch.nn.Parameter(tensor.contiguous()), or use --parallel.strategy ddp"
             )
     seen: set[int] = set()
-    for unit in [*units(model, wrap, "wrap"), model]:
+    for unit in [*wrapped(model, config), model]:
         own = [(name, p) for name, p in unit.named_parameters() if id(p) not in seen]
         seen |= {id(parameter) for _, parameter in own}
         other = [name for name, parameter in own if parameter.dtype != own[0][1].dtype]
@@ -69,7 +70,7 @@ class FSDP(Strategy):
         mesh, same_part = self._groups()
         self._divisor = self._find_divisor(model, mesh)
         mixes = self.precision.products is not None
-        found = [*(norms(model) if mixes else ()), *units(model, self.config.parallel.wrap, "wrap"), model]
+        found = [*(norms(model) if mixes else ()), *wrapped(model, self.config), model]
         # each unit goes to the device by itself and only this rank's part of it stays there: all of the model may not
         # fit. With the root, last, goes what is in no unit
         for unit in dict.fromkeys(found):

@@ -142,6 +142,28 @@ def fix_compiler(compiles: bool, deterministic: bool) -> None:
         choose_kernels_without_timing()
 
 
+def on_compile(begin: Callable[[], None], end: Callable[[], None]) -> Callable[[], None]:
+    """Call `begin` when torch's compiler starts to compile something, and `end` when it has finished, even by an error.
+    Returns a function that ends this."""
+    from torch._dynamo.callback import callback_handler  # loaded where a rank trains: its optimizer needs it
+
+    def begun(*_: Any) -> None:  # from 2.8 on it gets an argument
+        begin()
+
+    def ended(*_: Any) -> None:
+        end()
+
+    callback_handler.register_start_callback(begun)
+    callback_handler.register_end_callback(ended)
+
+    def remove() -> None:
+        with contextlib.suppress(ValueError):  # `torch._dynamo.reset` has removed them
+            callback_handler.remove_start_callback(begun)
+            callback_handler.remove_end_callback(ended)
+
+    return remove
+
+
 def choose_kernels_without_timing() -> None:
     """Keep torch's compiler from choosing kernels by how long they take: the next process would choose others.
 

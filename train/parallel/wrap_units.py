@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import collections
 import functools
 from typing import Any
 
 from torch import nn
 
+from train.config import Config
 from train.errors import Refused
 from train.parallel.torch_private import Norm
 
@@ -17,6 +19,43 @@ _LEAST = 100_000
 """Minimum number of parameters of a unit with `wrap auto`."""
 _NEVER_CALLED = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 """Containers: their forward is never called, and a unit's parameters are gathered by its forward."""
+
+
+def wrapped(model: nn.Module, config: Config) -> list[nn.Module]:
+    """Return the modules that fsdp gathers as a whole, inner ones before outer ones. With `compile blocks` they are
+    also what is compiled, so that no graph contains a gathering.
+
+    Raises:
+        Refused: the model has no such modules.
+    """
+    if config.compile == "blocks" and config.parallel.wrap == "auto":
+        return _blocks(model)
+    return units(model, config.parallel.wrap, "wrap")
+
+
+def _blocks(model: nn.Module) -> list[nn.Module]:
+    """Return the repeated blocks of a model, without blocks inside blocks: modules with parts of their own that share
+    their class with another one in the same container."""
+    owners, found = _owners(model), list[nn.Module]()
+
+    def visit(module: nn.Module) -> None:
+        children = list(module) if isinstance(module, (nn.ModuleList, nn.Sequential)) else []
+        kinds = collections.Counter(type(child) for child in children)
+        for child in module.children():
+            is_block = kinds[type(child)] > 1 and any(True for _ in child.children())
+            if is_block and not isinstance(child, (*_NEVER_CALLED, nn.Sequential)) and _is_closed(child, owners):
+                if child not in found:
+                    found.append(child)
+            else:
+                visit(child)
+
+    visit(model)
+    if not found:
+        raise Refused(
+            "--compile blocks: the model has no repeated blocks (modules of one class in a ModuleList or Sequential); "
+            "name classes with --parallel.wrap, or use --compile true"
+        )
+    return found
 
 
 def units(model: nn.Module, chosen: str, field: str) -> list[nn.Module]:

@@ -15,9 +15,9 @@ from pathlib import Path
 
 from train.run import durable
 
-STARTING, TRAINING, EVALUATING, SAVING, ENDING, COMPUTING_METRICS = range(6)
+STARTING, TRAINING, EVALUATING, SAVING, ENDING, COMPUTING_METRICS, COMPILING = range(7)
 """Phases of a rank. COMPUTING_METRICS may take any time and never counts as a hang."""
-NAMES = ("starting", "training", "evaluating", "saving", "ending", "computing metrics")
+NAMES = ("starting", "training", "evaluating", "saving", "ending", "computing metrics", "compiling")
 
 _FORM = struct.Struct("<qqqq")
 
@@ -37,7 +37,7 @@ class Heart:
 
     def __init__(self, path: Path) -> None:
         self._count, self._pid = 0, os.getpid()
-        self.step = 0
+        self.step, self._phase = 0, STARTING
         self._fd = -1
         with contextlib.suppress(OSError):
             self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
@@ -45,13 +45,23 @@ class Heart:
 
     def beat(self, phase: int, step: int) -> None:
         """Give a sign of life."""
-        self.step = step
+        self.step, self._phase = step, phase
         if self._fd >= 0:
             self._count += 1
             try:  # noqa: SIM105 - suppress() would be a third of the cost
                 os.pwrite(self._fd, _FORM.pack(self._pid, phase, step, self._count), 0)
             except OSError:
                 pass
+
+    def begin_compiling(self) -> None:
+        """Show that this rank compiles, in the middle of another phase."""
+        before = self._phase
+        self.beat(COMPILING, self.step)
+        self._phase = before
+
+    def end_compiling(self) -> None:
+        """Show the phase of before."""
+        self.beat(self._phase, self.step)
 
 
 def reached(logs: Path) -> int:

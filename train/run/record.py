@@ -124,6 +124,9 @@ class Record(TypedDict):
     """Whether `set_epoch` of datasets is called; false for runs from before that was introduced."""
     gathers_products: NotRequired[bool]
     """Whether fsdp gathers weights in the type of bf16 and fp16; false for runs from before that was introduced."""
+    compiles_torch: NotRequired[bool]
+    """Whether --compile true compiles a model whose forward is torch's own, such as an nn.Sequential; false for runs
+    from before that was introduced."""
     task_imports: NotRequired[dict[str, str]]
     """Maps files that the task needs and of which the run has copies to their digests; see imports.py."""
     task_watched: NotRequired[dict[str, str]]

@@ -35,6 +35,8 @@ from train.supervise.timeouts import (
 
 Kill = Callable[[int, int], None]
 """Sends a signal to a process."""
+_PATIENT = (heartbeat.SAVING, heartbeat.COMPUTING_METRICS, heartbeat.COMPILING)
+"""Phases that a stop does not interrupt: ranks get `watch.start_minutes` for them."""
 _WRITING = 1.0
 """Seconds that hanging ranks get to write their stacks."""
 _STOOD_STILL = 10.0
@@ -112,9 +114,9 @@ class TaskHealth(Health):
     """Ends ranks that give no sign of life, and the other ranks after one has died.
 
     `watch.hang_minutes` limits the time without a sign of life between two steps. None means the larger of
-    HANG_LEAST_MINUTES and HANG_TIMES_SLOWEST times the slowest gap in this attempt; 0 never finds a hang. The start,
-    with the first step and compilation, and saving have their own limit, `watch.start_minutes`. Ranks that were asked
-    to stop get less time (STOP_WAIT): a stop must not wait for a batch, or a rank, that never comes.
+    HANG_LEAST_MINUTES and HANG_TIMES_SLOWEST times the slowest gap in this attempt; 0 never finds a hang. The limit is
+    `watch.start_minutes` while a rank starts (with the first step), compiles or saves. Ranks that were asked to stop
+    get less time (STOP_WAIT): a stop must not wait for a batch, or a rank, that never comes.
     """
 
     def __init__(self, run: Run, logs: Path, ranks: Iterable[int], kill: Kill = os.kill) -> None:
@@ -196,7 +198,7 @@ class TaskHealth(Health):
 
     def _allowed_to_stop(self, beats: tuple[Beat | None, ...]) -> float:
         """Return the seconds that ranks that were asked to stop may take without a sign of life."""
-        if any(beat and beat.phase in (heartbeat.SAVING, heartbeat.COMPUTING_METRICS) for beat in beats):
+        if any(beat and beat.phase in _PATIENT for beat in beats):
             return 60 * self._start_minutes
         return max(STOP_WAIT, STOP_TIMES_SLOWEST * self._slowest)
 

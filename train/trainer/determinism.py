@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 from train.config import Config
-from train.parallel.torch_private import fix_compiler
 
 _NONE = re.compile(r"(\S[^\n.]*?) does not have a deterministic implementation")
 _CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
@@ -40,14 +39,6 @@ def lay_out(model: nn.Module, config: Config) -> nn.Module:
     if config.channels_last:
         model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     return model
-
-
-def compile_as_asked(model: nn.Module, config: Config) -> None:
-    """Compile a model in place if the configuration asks for it. Call it when the model is on its device with its first
-    weights."""
-    if config.compile:
-        model.compile(dynamic=False)
-    fix_compiler(config.compile, config.deterministic)
 
 
 def refusal(error: BaseException) -> str:

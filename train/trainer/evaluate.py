@@ -21,9 +21,10 @@ from train.data.order import seed_of
 from train.data.plan import MicroBatch, Plan, Sharing, evaluation_micro_batches
 from train.data.seeding import owned, seed_compute
 from train.errors import Refused, TrainingFailed
+from train.parallel.compiling import compile_as_asked
 from train.parallel.devices import NoGPU, pick_device, take_device
 from train.parallel.precision import Precision
-from train.parallel.torch_private import buffers_of
+from train.parallel.torch_private import buffers_of, fix_compiler
 from train.parallel.world import World
 from train.run import heartbeat
 from train.run.run_folder import Run
@@ -265,7 +266,8 @@ def evaluate_run(run: Run, step: int | None) -> tuple[int, int, dict[str, float]
         micros = (evaluation_micro_batches(plan, sharing, number, epoch) for number, plan in numbered)
         stream = loader.batches(itertools.chain.from_iterable(micros))
         model = determinism.lay_out(model, config).to(device)
-        determinism.compile_as_asked(model, config)
+        compile_as_asked(model, config)
+        fix_compiler(bool(config.compile), config.deterministic)
         average = Average(model, config) if averaged else None
         if average is not None:
             average.load(averaged)

@@ -24,10 +24,12 @@ from train.data.plan import Plan, Sharing
 from train.data.seeding import Seed, owned
 from train.errors import TrainingFailed
 from train.parallel import choose
+from train.parallel.compiling import Compiling, compile_as_asked
 from train.parallel.devices import pick_device, take_device
 from train.parallel.precision import Precision
 from train.parallel.rank_env import RankEnv
 from train.parallel.strategy import Strategy
+from train.parallel.torch_private import fix_compiler
 from train.parallel.world import World, join
 from train.parallel.wrap_units import recompute
 from train.run import folders, imports, metrics
@@ -68,6 +70,7 @@ class Job:
     loggers: Loggers
     stop: StopRequest
     heart: Heart
+    compiling: Compiling
     evaluated: int
     """Last step after which an evaluation is on record; -1 without one."""
     saved: int
@@ -151,7 +154,9 @@ def set_up(
     if not start.step and (is_begun or run.read().get("forked_from")):
         _check_beginning(run)
     faults.here("loaded")
-    determinism.compile_as_asked(model, config)
+    fix_compiler(bool(config.compile), config.deterministic)
+    compiling = Compiling(heart)
+    held.callback(compiling.close)
     intervals = Intervals.of(config, plan, build.total_steps(config, plan), bool(evaluations))
     last = world.on_first(lambda: metrics.last_evaluation(run))
     evaluated = last["step"] if last is not None else -1
@@ -168,7 +173,7 @@ def set_up(
     held.callback(snapshots.close)
     job = Job(
         run, task, config, world, precision, updates, state, hooks, loader, plan, evaluations, intervals, saver,
-        snapshots, loggers, stop, heart, evaluated, start.saved,
+        snapshots, loggers, stop, heart, compiling, evaluated, start.saved,
     )  # fmt: skip
     if world.is_lead:
         _announce(job, attempt, start, mark)
@@ -216,15 +221,17 @@ def _model(run: Run, task: Task, config: Config, precision: Precision, world: Wo
     model = build.make_model(task, config, precision.weights)
     if not is_begun and (run.read().get("init") or (run.folder / initial_weights.FILE).exists()):
         initial_weights.load(run.folder, model)
-    return arrange(model, config, world.size)
+    return arrange(model, config, world.size, compiles=True)
 
 
-def arrange(model: torch.nn.Module, config: Config, ranks: int) -> torch.nn.Module:
+def arrange(model: torch.nn.Module, config: Config, ranks: int, *, compiles: bool) -> torch.nn.Module:
     """Return the model as this many ranks compute with it, before it is spread over them."""
     if config.sync_batchnorm and ranks > 1:
         model = torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)
     if not choose.shards(config, ranks):  # fsdp takes no other layout of weights; inputs have it all the same
         determinism.lay_out(model, config)
+    if compiles:
+        compile_as_asked(model, config)
     recompute(model, config.parallel.recompute)
     return model
 

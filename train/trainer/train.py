@@ -172,6 +172,8 @@ class Loop:
         with flops.counting(job.plan, job.sharing, self.done) if flops is not None else _NOTHING:
             sums, left_out = step(job, self._stats, self.done, self._prefetch, self._save_clock.is_due(), check)
         self.timing.step(samples)
+        if not self.done and not job.config.data.leaves_out:  # else this rank may have had no sample
+            job.compiling.check(job.config)
         self.done += 1
         self.trace.after(self.done)
         if job.hooks.are_used and not all(left_out):

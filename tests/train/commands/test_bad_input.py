@@ -125,7 +125,7 @@ def temporary(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (["launch", "digits", "--batch_size", "2.5"], ["integer"]),
         (["launch", "digits", "--micro_batch_size", "0"], ["greater than or equal to 1, or auto"]),
         (["launch", "digits", "--micro_batch_size", "foo"], ["--micro_batch_size foo", "integer", "or auto"]),
-        (["launch", "digits", "--compile", "yes"], ["true or false"]),
+        (["launch", "digits", "--compile", "yes"], ["true, false or blocks"]),
         (["launch", "digits", "--optim.name", "sdg"], ["did you mean sgd"]),
         (["launch", "digits", "--epochs", "1", "--steps", "2"], ["replace each other"]),
         (
@@ -192,7 +192,7 @@ def test_a_wrong_request_is_refused_in_one_line_and_creates_nothing(
         ("[optim]\nlrr = 1", ["did you mean optim.lr"]),
         ("optim = 3", ["optim is a group", "[optim]"]),
         ('steps = "3"', ["steps = '3'", "integer"]),
-        ("compile = 1", ["compile = 1", "boolean"]),
+        ("compile = 1", ["compile = 1", "boolean", "or blocks"]),
         ("steps = 99999999999999999999999999", ["less than"]),
         ("optim.lr = nan", ["finite"]),
         ("steps = 1\nepochs = 2", ["replace each other"]),

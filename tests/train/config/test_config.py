@@ -50,6 +50,7 @@ def test_every_field_is_a_flag_with_a_help_text() -> None:
         ("optim.lr", "1e-3", 0.001),
         ("compile", "true", True),
         ("compile", "false", False),
+        ("compile", "blocks", "blocks"),
         ("optim.name", "sgd", "sgd"),
         ("data.root", "5", "5"),
         ("data.root", "", ""),

@@ -58,6 +58,10 @@ SCHEDULE = "def schedule(step, total_steps, config): return 1.0\n"
         ("", {"schedule.min_factor": "0.3", "schedule.decay": "constant"}, "--schedule.min_factor 0.3"),
         ("", {"schedule.base_batch_size": "32"}, "without --schedule.scaling linear or sqrt"),
         ("", {"parallel.find_unused_parameters": "true", "parallel.strategy": "single"}, "strategy ddp or auto"),
+        ("", {"parallel.wrap": "auto"}, "without --parallel.strategy fsdp or hsdp or --compile blocks; give both"),
+        ("", {"parallel.wrap": "Block", "compile": "true"}, "is for fsdp and hsdp, or --compile blocks, not auto"),
+        ("", {"compile": "blocks"}, "the model has no repeated blocks"),
+        ("", {"parallel.wrap": "Block", "compile": "blocks"}, "the model has no module of that class"),
         ("", {"parallel.find_unused_parameters": "true"}, ""),  # the same line on one rank and on many
         ("", {"ema.warmup": "10"}, "without --ema.decay"),
         ("", {"watch.healthy_minutes": "3"}, "--script"),

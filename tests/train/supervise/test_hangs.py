@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import time
+from pathlib import Path
+
 import psutil
 import pytest
 
 from tests.train.conftest import Station
 from tests.waiting import eventually
+from train.run import folders, heartbeat
+from train.supervise import health
+from train.supervise.health import TaskHealth
 
 FIELDS = (
     "--steps", 40, "--batch_size", 60, "--micro_batch_size", 20, "--checkpoint.every_steps", 5, "--log.every_steps", 1,
@@ -118,3 +124,70 @@ def test_a_rank_that_is_refused_alone_before_it_meets_the_others_keeps_nobody_wa
     assert done.returncode == 3 and record["state"] == "failed", done.stderr
     assert record["reason"].startswith("rank 1: datasets() failed: ") and "no disk here" in record["reason"]
     assert len(record["attempts"]) == 1
+
+
+COMPILES = """
+import time
+from torch import nn, ones
+from torch.utils.data import TensorDataset
+
+
+def slow(graph, inputs):
+    if inputs[-1].shape[0] == 3:  # the short last batch, long after the start
+        time.sleep(12)
+    return graph.forward
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Linear(4, 1)
+
+    def forward(self, points):
+        return self.body(points)
+
+
+def model(config):
+    net = Net()
+    net.compile(backend=slow)
+    return net
+
+
+def datasets(config):
+    return TensorDataset(ones(83, 4)), None
+
+
+def loss(model, batch):
+    time.sleep(0.05)
+    return model(batch[0]).square().mean()
+"""
+
+
+@pytest.mark.minutes
+def test_a_rank_that_compiles_for_long_is_no_hang_and_is_shown(station: Station) -> None:
+    (station.folder / "compiles.py").write_text(COMPILES)
+    flags = ["--batch_size", 8, "--micro_batches", "full", "--steps", 14, "--log.tensorboard", "false"]
+    station.ok("launch", "compiles.py", "--name", "a", *flags, "--cpu_threads", 1, "--watch.hang_minutes", 0.1)
+    eventually("it compiles", lambda: "compiling" in station.ok("top", "--once").stdout)
+    assert station.wait_for_end("a")["state"] == "finished"
+    assert len(station.record("a")["attempts"]) == 1
+
+
+@pytest.mark.parametrize(("phase", "is_hang"), [("TRAINING", True), ("EVALUATING", True), ("COMPILING", False)])
+@pytest.mark.parametrize("is_stopping", [False, True])
+def test_a_rank_may_compile_longer_than_it_may_be_silent(
+    phase: str, is_hang: bool, is_stopping: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(health, "STOP_WAIT", 0.1)
+    config = {"config.toml": b"[watch]\nhang_minutes = 0.001\n"}
+    run = folders.create(tmp_path, "a", config, {"step": 0, "epoch": 0, "world_size": 2})
+    run.logs(1).mkdir(parents=True)
+    waits, works = (heartbeat.Heart(run.logs(1) / f"rank{rank}.beat") for rank in range(2))
+    waits.beat(heartbeat.TRAINING, 3)  # in a collective, for the other one
+    works.beat(getattr(heartbeat, phase), 3)
+    watch = TaskHealth(run, run.logs(1), [0, 1], kill=lambda *_: None)
+    until = time.monotonic() + 0.4
+    while time.monotonic() < until:
+        watch.look([1, 2], [1, 2], {}, is_stopping)
+        time.sleep(0.01)
+    assert bool(watch.hang) is is_hang
