@@ -167,7 +167,8 @@ def pinned(items: Iterator[Any], device: torch.device, has_workers: bool) -> Ite
 
 
 def _pin(value: Any) -> Any:
-    return value.pin_memory() if hasattr(value, "pin_memory") else value
+    """Return a value in pinned memory. What a dataset has put on a GPU stays there."""
+    return value.pin_memory() if hasattr(value, "pin_memory") and not getattr(value, "is_cuda", False) else value
 
 
 def ahead(items: Iterator[Any], make: Callable[[Any], T], begin: Callable[[], None] = lambda: None) -> Iterator[T]:

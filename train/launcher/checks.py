@@ -20,12 +20,12 @@ from train.config import Config
 from train.data import fingerprint, probe, threads
 from train.data.fetch import EVALUATION, TRAINING, is_indexed_at_once
 from train.errors import Refused, nearest
-from train.launcher import batch_norm, provenance, unused_fields
+from train.launcher import batch_norm, deterministic, provenance, unused_fields
 from train.launcher.request import Request, resolve
 from train.launcher.task_source import of_task, unused_warning
 from train.launcher.unused_fields import Asked, asked, of_no_use
 from train.parallel import choose
-from train.parallel.devices import check_kernels, pick_device
+from train.parallel.devices import check_fork, check_kernels, pick_device
 from train.parallel.precision import Precision, auto, lacks_tf32
 from train.parallel.torch_private import without_compiler
 from train.parallel.wrap_units import recompute, wrapped
@@ -129,6 +129,7 @@ def prepare(request: Request) -> Prepared:
         files[initial_weights.FILE] = initial.file()
     warnings += [*_of_hidden(fingerprint.hidden_in(data)), *(f"not exact: {line}" for line in record["not_exact"])]
     batch_norm.check(task, config, found.train_set, lambda: model, everywhere, range(found.total))
+    deterministic.check(task, config, device, found.train_set, model)  # last: it takes the model's values
     return Prepared(task, config, files, record, warnings=warnings)
 
 
@@ -153,7 +154,10 @@ def check_run(task: Task, config: Config, local: int, ranks: int, asked: Asked) 
     """
     device = pick_device(config, local, 0)
     config.device = "cuda" if device.type == "cuda" else "cpu"  # a resume must not change the device silently
-    cards = gpus.seen_here() if device.type == "cuda" else []
+    cards = []
+    if device.type == "cuda":
+        check_fork()
+        cards = gpus.seen_here()
     check_kernels(cards)
     warnings = without_tf32(config, device, local, asked)
     precision = Precision(config.precision, device)

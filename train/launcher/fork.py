@@ -14,7 +14,7 @@ from train.checkpoint.load import load
 from train.config import Config, Init, Parallel
 from train.data import fingerprint
 from train.errors import Refused
-from train.launcher import batch_norm, checks, provenance, rate_change
+from train.launcher import batch_norm, checks, deterministic, provenance, rate_change
 from train.launcher.checks import Prepared
 from train.launcher.request import ALONE
 from train.launcher.resume import check_data
@@ -80,6 +80,7 @@ def prepare_fork(run: Run, step: int, flags: dict[str, str], ranks: int) -> Prep
         run, task, (before, config), len(found.train_set), step, flags, is_fork=True, has_rate="optim.lr" not in no_use
     )
     changed = _changed(run, step, task, model, before, config).union(manifest.get("changed", ()))
+    deterministic.check(task, config, found.precision.device, found.train_set, model)  # it takes the model's values
     text = manifests.manifest_text(manifest | {"config": configuration.to_flat(config), "changed": sorted(changed)})
     there = f"checkpoints/{folder.name}"
     copies = {name: run.folder / name for name in _OF_FORK if (run.folder / name).exists()} | {there: folder}

@@ -12,7 +12,7 @@ from train import gpus
 from train.config import Config
 from train.errors import Refused
 from train.gpus import Card
-from train.parallel.torch_private import cuda_architectures
+from train.parallel.torch_private import cuda_architectures, is_in_bad_fork
 
 
 class NoGPU(Refused):
@@ -60,6 +60,19 @@ def take_device(device: torch.device) -> None:
         torch.cuda.set_device(device)
         card = torch.cuda.get_device_properties(device)
         check_kernels([Card(card.name, (card.major, card.minor))])
+
+
+def check_fork() -> None:
+    """Check that this process, and so its siblings that become ranks, can use a GPU.
+
+    Raises:
+        Refused: the process that forks them has used CUDA, though it holds no GPU.
+    """
+    if is_in_bad_fork():
+        raise Refused(
+            "the process that forks the ranks has asked CUDA for GPUs, and its forks cannot use them; find what Python "
+            "imports at its start, or set PYTORCH_NVML_BASED_CUDA_CHECK=1"
+        )
 
 
 def check_kernels(cards: Sequence[Card], architectures: Sequence[str] | None = None) -> None:

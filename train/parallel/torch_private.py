@@ -87,6 +87,25 @@ def cuda_architectures() -> list[str]:
     return str(flags).split() if flags else []
 
 
+def is_in_bad_fork() -> bool:
+    """Whether this process was forked from one that has used CUDA, so that it cannot use a GPU itself."""
+    return bool(getattr(torch.cuda, "_is_in_bad_fork", lambda: False)())
+
+
+@contextlib.contextmanager
+def noting_operators(note: Callable[[str, tuple[Any, ...]], None]) -> Iterator[None]:
+    """Context manager that calls `note` with the name and the arguments of each operator that torch computes."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Notes(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            note(func.overloadpacket.__name__, args)
+            return func(*args, **(kwargs or {}))
+
+    with Notes():
+        yield
+
+
 def set_group_timeout(timeout: datetime.timedelta, groups: Iterable[Any]) -> None:
     """Set the timeout of process groups that a device mesh has made with torch's own."""
     from torch.distributed.distributed_c10d import _set_pg_timeout

@@ -279,6 +279,11 @@ TABLE = (
         ("GPUs", "GPUs stay", "GPU memory errors"),
     ),
     Likely(
+        r"Cannot re-initialize CUDA in forked subprocess",
+        "a dataset that uses a GPU in a data worker (keep its data on the CPU, or give --data.workers 0)",
+        (),
+    ),
+    Likely(
         r"undefined symbol|version `[\w.]+' not found|CUDNN_STATUS_(NOT_INITIALIZED|VERSION|SUBLIBRARY)\w*"
         r"|cuDNN version (incompat|mismatch)\w*|libcud\w+\.so.*cannot open",
         "libraries of different versions",

@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
-from torch.nn.utils.rnn import pack_sequence
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
 from tests.waiting import eventually
 from train.data.to_device import ASYNC_BYTES, AsyncCopies, ahead, pinned
@@ -53,6 +54,15 @@ def test_no_more_is_made_than_a_few_ahead_and_nothing_once_nobody_asks() -> None
     assert len(made) <= 5
     items.close()  # type: ignore[attr-defined]
     eventually("the thread has ended", lambda: not any(thread.name == "pin" for thread in threading.enumerate()), 10)
+
+
+def test_what_is_on_a_gpu_already_is_not_pinned() -> None:
+    """Which torch refuses. A fake tensor is on a GPU that is not there."""
+    with FakeTensorMode():
+        there = torch.empty(3, device="cuda")
+        packed = PackedSequence(there, torch.ones(3, dtype=torch.int64))
+        batch = next(pinned(iter([{"x": there, "more": (packed, "text")}]), torch.device("cuda"), has_workers=False))
+    assert batch["x"] is there and batch["more"][0] is packed
 
 
 def test_on_the_cpu_nothing_is_done() -> None:

@@ -195,6 +195,16 @@ def test_a_refusal_names_the_card_and_what_to_do() -> None:
     check_kernels([new], ())  # a torch without CUDA says nothing of cards
 
 
+def test_a_fork_that_cannot_use_a_gpu_any_more_is_found_before_ranks_are(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", lambda: True)
+    assert checks.prepare(Request(str(engine.task), {"batch_size": "16"})).config.device == "cpu"
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(Refused, match="has asked CUDA for GPUs, and its forks cannot use them; find what Python"):
+        checks.prepare(Request(str(engine.task), {"batch_size": "16"}))
+
+
 def test_what_the_user_has_set_for_nccl_stays() -> None:
     environ = {"NCCL_NVLS_ENABLE": "1"}
     prepare_nccl(True, environ)
