@@ -914,7 +914,7 @@ cudaError_t cudaLaunchKernel(const void *function, dim3 grid, dim3 block, void *
     int64_t time = function == spin ? spinning(*(int64_t *)arguments[0]) : LAUNCH_NS;
     cudaError_t error = launched(grid, block, stream, time);
     if (!error)
-        standin_compute(function, arguments);
+        standin_compute(function, grid.y, arguments);
     return error;
 }
 cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t *config, const void *function, void **arguments)

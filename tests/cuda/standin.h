@@ -20,8 +20,8 @@ void standin_uuid(int card, unsigned char bytes[16]);
 int standin_device_of(const void *pointer);
 /* Let the work of a stream (a cudaStream_t) take so many nanoseconds longer. */
 void standin_work(void *stream, int64_t nanoseconds);
-/* Remember a kernel that computes; compute it if `function` is one. See kernels.c. */
+/* Remember a kernel that computes; compute it if `function` is one, with so many rows of blocks. See kernels.c. */
 void standin_learn(const void *function, const char *name);
-void standin_compute(const void *function, void **arguments);
+void standin_compute(const void *function, unsigned rows, void **arguments);
 /* Write one line into the log: "PID WORDS…". */
 __attribute__((format(printf, 1, 2))) void standin_log(const char *format, ...);

@@ -1,10 +1,12 @@
 """Several ranks, each with a GPU of the stand-in: what they send each other, and what a death costs.
 
-Kernels compute nothing, so losses are 0. What is copied, sent and saved is real.
+Kernels compute nothing, so losses are 0 and the weights stay as they were at the start. What is copied, sent and saved
+is real: if a copy is wrong, so is the digest of the weights.
 """
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import signal
@@ -12,8 +14,12 @@ from collections import Counter
 from typing import Any
 
 import pytest
+import torch
 
 from tests.cuda.conftest import GpuStation
+from train.checkpoint.state_dict import weights_of, weights_sha256
+from train.launcher.request import Request, resolve
+from train.trainer.build import make_model
 
 pytestmark = pytest.mark.minutes
 
@@ -73,8 +79,16 @@ def test_each_rank_makes_the_same_calls_on_its_own_gpu(machine: GpuStation, case
     opened = sorted(calls for calls in machine.calls("context").values())
     assert opened == [[f"context {rank}"] for rank in range(ranks)]
     assert not machine.calls("after-fork", "bad-launch", "out-of-bounds")
+    assert machine.record("one")["weights_sha256"] == _first_weights()
     for made in _collectives(machine).values():
         assert wanted.items() <= made.items(), made
+
+
+@functools.cache
+def _first_weights() -> str:
+    """The digest of the weights that a run begins with."""
+    task, config = resolve(Request("fake", {}))
+    return weights_sha256(weights_of(make_model(task, config, torch.float32)), True)
 
 
 def _collectives(machine: GpuStation) -> dict[int, Counter[str]]:
@@ -91,10 +105,10 @@ def test_a_killed_rank_costs_the_steps_since_the_copy_in_memory_and_all_killed_t
 ) -> None:
     machine.ok(
         "launch", "fake", "--name", "one", "--gpus", 2, "--steps", 100000, "--checkpoint.every_minutes", 0,
-        "--checkpoint.every_steps", 100000, *LOGGED,
+        "--checkpoint.every_steps", 100000, "--data.workers", 1, *LOGGED,
     )  # fmt: skip
     machine.wait("one", lambda record: record["step"] >= 1 and "snapshots" in machine.logs("one"))
-    machine.wait_for_step("one", machine.record("one")["step"] + 300)
+    machine.wait_for_step("one", machine.record("one")["step"] + 30)
     before = machine.record("one")
     os.kill(before["pids"]["ranks"][1], signal.SIGKILL)
     machine.wait("one", lambda record: len(record["attempts"]) == 2 and record["step"] > before["step"])
@@ -105,7 +119,7 @@ def test_a_killed_rank_costs_the_steps_since_the_copy_in_memory_and_all_killed_t
     stopped = machine.wait_for_end("one")
     assert stopped["state"] == "stopped" and stopped["step"] >= again["from_step"]
     machine.ok("resume", "one", "--steps", stopped["step"] + 100000)
-    machine.wait_for_step("one", stopped["step"] + 20)
+    machine.wait_for_step("one", stopped["step"] + 3)
     pids = machine.record("one")["pids"]
     for pid in (pids["agent"], *pids["ranks"]):
         os.kill(pid, signal.SIGKILL)
@@ -113,7 +127,10 @@ def test_a_killed_rank_costs_the_steps_since_the_copy_in_memory_and_all_killed_t
     end = stopped["step"] + 5
     machine.ok("resume", "one", "--steps", end, "--follow")
     record = machine.record("one")
-    assert record["state"] == "finished"
+    assert record["state"] == "finished" and record["weights_sha256"] == _first_weights()
     assert [attempt["from_step"] for attempt in record["attempts"][2:]] == [stopped["step"]] * 2
     assert [line["step"] for line in machine.metrics("one") if "loss" in line] == [*range(1, end + 1)]
     assert [len(ids) for ids in machine.samples("one").values()] == [64] * end
+    for opened in machine.calls("context").values():  # threads begin on the first GPU
+        assert len(opened) == 1, opened
+    assert not machine.calls("after-fork", "bad-launch", "out-of-bounds")
