@@ -17,6 +17,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 INDUCTOR = "TORCHINDUCTOR_CACHE_DIR"
+_IMAGE = "TRAINSTATION_IMAGE"
+"""Variable that the image sets."""
 _IN_HOME = {
     "TRITON_CACHE_DIR": ".triton/cache", "TORCH_EXTENSIONS_DIR": ".cache/torch_extensions",
     "MPLCONFIGDIR": ".config/matplotlib", "CUDA_CACHE_PATH": ".nv/ComputeCache",
@@ -58,7 +60,9 @@ def missing(environ: Mapping[str, str]) -> dict[str, str]:
     Empty if nothing is missing. Leaves out folders if there is no safe place for them.
     """
     names = {} if user_name(environ) else dict.fromkeys(("USER", "LOGNAME"), f"uid{os.getuid()}")
-    wanted = lacking(environ)
+    kept = _in_home(environ)
+    names.update(kept)
+    wanted = lacking({**environ, **kept})
     base = private_folder() if wanted else None
     if base is None:
         return names
@@ -66,6 +70,15 @@ def missing(environ: Mapping[str, str]) -> dict[str, str]:
         (base / variable.lower()).mkdir(mode=0o700, exist_ok=True)
         names[variable] = str(base / variable.lower())
     return names
+
+
+def _in_home(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return in the image the cache folder of torch's compiler inside the home folder, which is a volume. torch's own
+    folder, among temporary files, ends with the container."""
+    folder = home(environ)
+    if not environ.get(_IMAGE) or environ.get(INDUCTOR) or folder is None or not can_write(folder / ".cache"):
+        return {}
+    return {INDUCTOR: str(folder / ".cache" / f"torchinductor_{os.getuid()}")}
 
 
 def provide() -> None:

@@ -20,6 +20,9 @@ LIBRARIES = {"libcuda.so.1": ("cuda.c", "kernels.c"), "libnccl.so.2": ("nccl.c",
 nothing (`_nothing`)."""
 _NAMES = re.compile(r"(?:__cuda|cuda|cu[A-Z]|cublas|cusolver|cusparse|cufft)\w+$")
 _TORCH = "libtorch_cuda.so libtorch_cuda_linalg.so libtorch_cpu.so libtorch_python.so libc10_cuda.so libcaffe2_nvrtc.so"
+_SOUGHT = """cuMemSetAccess cuMemExportToShareableHandle cuMemImportFromShareableHandle cuMemsetD32Async
+cuStreamWriteValue32 cuMulticastAddDevice cuMulticastBindMem cuMulticastCreate"""
+"""Functions that torch looks for by name, all of them at once (c10/cuda/driver_api.h)."""
 _FLAGS = ("-O2", "-g", "-std=gnu11", "-Wall", "-Wextra", "-Werror", "-fPIC", "-shared", "-pthread", "-lm")
 
 
@@ -107,5 +110,5 @@ def _nothing() -> str:
     names = {line.split()[-1].split("@")[0] for line in listed.stdout.splitlines() if line.startswith(" ")}
     return "\n".join(
         f"__attribute__((weak)) int {name}(void);\n__attribute__((weak)) int {name}(void) {{ return 0; }}"
-        for name in sorted(filter(_NAMES.match, names))
+        for name in sorted({*filter(_NAMES.match, names), *_SOUGHT.split()})
     )

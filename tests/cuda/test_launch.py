@@ -77,6 +77,25 @@ def test_torch_refuses_what_the_launch_refuses_and_little_else() -> None:
     assert done.stdout.splitlines() == ["FractionalMaxPool3d: refused", "EmbeddingBag max: refused"], done.stderr
 
 
+GROWN = """
+import torch
+from train.parallel.devices import take_device
+take_device(torch.device("cuda", 0))
+held = [torch.zeros(size, device="cuda") for size in (10**7, 3 * 10**7)]
+print({part["is_expandable"] for part in torch.cuda.memory_snapshot()})
+"""
+
+
+@pytest.mark.parametrize(("setting", "grows"), [(None, True), ("max_split_size_mb:64", False)])
+def test_segments_of_memory_grow_in_a_process_that_loaded_torch_before(setting: str | None, grows: bool) -> None:
+    environ = standin.environment(caching=True) | {"PYTHONPATH": str(Path(__file__).parents[2])}
+    environ |= {"PYTORCH_CUDA_ALLOC_CONF": setting} if setting is not None else {}
+    done = subprocess.run(
+        [sys.executable, "-c", GROWN], env=os.environ | environ, capture_output=True, text=True, check=False
+    )
+    assert done.stdout == f"{{{grows}}}\n", done.stderr
+
+
 def test_a_gpu_that_python_asks_for_at_its_start_is_told_before_ranks_start(tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text("import torch\ntorch.cuda.is_available()\n")
     command = [sys.executable, "-m", "train", "run", "fake", "--batch_size", "4", "--steps", "2"]

@@ -46,6 +46,14 @@ def test_a_user_who_has_all_gets_nothing(place: Path, tmp_path: Path) -> None:
     assert caches.missing(environ) == {} and not list(place.iterdir())
 
 
+def test_in_the_image_what_is_compiled_outlives_the_container(place: Path, tmp_path: Path) -> None:
+    environ = {"HOME": str(tmp_path), "USER": "me", "TRAINSTATION_IMAGE": "1"}
+    assert caches.missing(environ) == {caches.INDUCTOR: f"{tmp_path}/.cache/torchinductor_{os.getuid()}"}
+    assert caches.missing(environ | {caches.INDUCTOR: "/mine"}) == {}
+    (tmp_path / ".cache").touch()  # which keeps out root, too
+    assert caches.INDUCTOR not in caches.missing(environ) and not list(place.glob("torchinductor*"))
+
+
 @pytest.mark.parametrize("home", ["/nonexistent", "~", ""])
 def test_a_user_without_a_home_gets_a_private_one(place: Path, home: str) -> None:
     made = caches.missing({"HOME": home, "USER": "me"})

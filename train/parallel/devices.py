@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+import platform
 import re
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 
 import torch
 
@@ -12,7 +13,10 @@ from train import gpus
 from train.config import Config
 from train.errors import Refused
 from train.gpus import Card
-from train.parallel.torch_private import cuda_architectures, is_in_bad_fork
+from train.parallel.torch_private import cuda_architectures, grow_segments, is_in_bad_fork
+
+_ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
+"""Variables of torch's allocator: the name since torch 2.9, and older names."""
 
 
 class NoGPU(Refused):
@@ -57,9 +61,25 @@ def take_device(device: torch.device) -> None:
     """
     if device.type == "cuda":
         gpus.number_by_bus()
+        if grows_segments(os.environ, platform.release()):
+            grow_segments()
         torch.cuda.set_device(device)
         card = torch.cuda.get_device_properties(device)
         check_kernels([Card(card.name, (card.major, card.minor))])
+
+
+def grows_segments(environ: Mapping[str, str], kernel: str) -> bool:
+    """Whether torch's allocator of GPU memory is to grow its segments (expandable_segments).
+
+    Sizes that change from step to step then leave no gaps. The user's own settings of the allocator stay. The driver's
+    calls for it fail under WSL and on Tegra boards, and for MIG slices torch asks NVML what it may not answer.
+
+    Args:
+        kernel: The release of the kernel.
+    """
+    is_set = any(name in environ for name in _ALLOCATOR)
+    is_slice = "MIG-" in environ.get(gpus.VISIBLE, "")
+    return not (is_set or is_slice or any(name in kernel.lower() for name in ("microsoft", "tegra")))
 
 
 def check_fork() -> None:

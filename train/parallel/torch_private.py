@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -28,6 +29,7 @@ HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 _GLOBAL_HOOKS = ("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks")
 _PROFILED: Any = getattr(torch_optimizer.Optimizer, "profile_hook_step", None)
 _PROFILED_CODE = _PROFILED(lambda: None).__code__ if _PROFILED is not None else object()
+_COMPILE_THREADS = "TORCHINDUCTOR_COMPILE_THREADS"
 _UNKNOWN = {"": "a torch that keeps its hooks elsewhere"}
 _RUN_BACKWARD: Any = getattr(torch.autograd.graph, "_engine_run_backward", None)
 
@@ -85,6 +87,27 @@ def cuda_architectures() -> list[str]:
     which no fork is safe."""
     flags = getattr(torch._C, "_cuda_getArchFlags", lambda: None)()
     return str(flags).split() if flags else []
+
+
+def grow_segments() -> None:
+    """Let the allocator of GPU memory grow its segments, as expandable_segments:True in its variable does.
+
+    A forked rank has loaded torch already, and newer versions read the variable then.
+    """
+    set_allocator = getattr(torch.cuda.memory, "_set_allocator_settings", None)
+    if set_allocator is not None and torch.version.hip is None:
+        set_allocator("expandable_segments:True")
+
+
+def limit_compile_threads(threads: int) -> None:
+    """Set how many processes of a rank compile kernels, unless the user has set TORCHINDUCTOR_COMPILE_THREADS. By
+    default torch starts one per core of the machine, at most 32, in every rank."""
+    if _COMPILE_THREADS in os.environ:
+        return
+    os.environ[_COMPILE_THREADS] = str(min(threads, 32))
+    inductor: Any = sys.modules.get("torch._inductor.config")
+    if inductor is not None:  # it has read the variable
+        inductor.compile_threads = min(threads, 32)
 
 
 def is_in_bad_fork() -> bool:

@@ -29,7 +29,7 @@ from train.parallel.devices import pick_device, take_device
 from train.parallel.precision import Precision
 from train.parallel.rank_env import RankEnv
 from train.parallel.strategy import Strategy
-from train.parallel.torch_private import fix_compiler
+from train.parallel.torch_private import fix_compiler, limit_compile_threads
 from train.parallel.world import World, join
 from train.parallel.wrap_units import recompute
 from train.run import folders, imports, metrics
@@ -37,7 +37,7 @@ from train.run.heartbeat import Heart
 from train.run.run_folder import Run
 from train.signals import StopRequest
 from train.tasks import Task
-from train.trainer import build, determinism, initial_weights
+from train.trainer import build, cores, determinism, initial_weights
 from train.trainer.hooks import Hooks
 from train.trainer.intervals import Intervals
 from train.trainer.load import ResumeState, load_newest
@@ -132,6 +132,7 @@ def set_up(
     task = build.task_of(run)
     config = build.config_of(run, task)
     determinism.set_determinism(config)
+    limit_compile_threads(cores.per_rank(rank_env.local_size))
     device = pick_device(config, rank_env.local_size, rank_env.local_rank)
     choose.check(config, rank_env.size)  # with several machines their sum was not known before
     precision = Precision(config.precision, device)

@@ -5,6 +5,7 @@ GPUs that are gone are waited for, and not replaced in silence.
 
 from __future__ import annotations
 
+import os
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -22,12 +23,14 @@ from train.launcher.request import Request
 from train.parallel.devices import (
     NoGPU,
     check_kernels,
+    grows_segments,
     has_kernels,
     pick_device,
     prepare_nccl,
 )  # fmt: skip
 from train.parallel.precision import Precision
 from train.parallel.rank_env import RankEnv
+from train.parallel.torch_private import limit_compile_threads
 from train.run import ownership
 from train.run.outcome import Kind, Outcome, read_all
 from train.supervise.decide import Facts, LaunchMode, decide
@@ -193,6 +196,36 @@ def test_a_refusal_names_the_card_and_what_to_do() -> None:
     check_kernels([new, old], WHEEL)  # ranks look at their own
     check_kernels([], WHEEL)
     check_kernels([new], ())  # a torch without CUDA says nothing of cards
+
+
+@pytest.mark.parametrize(
+    ("environ", "kernel", "grows"),
+    [
+        ({}, "6.8.0-71-generic", True),
+        ({"CUDA_VISIBLE_DEVICES": "GPU-89aaf937"}, "6.8.0-71-generic", True),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64"}, "6.8.0-71-generic", False),
+        ({"PYTORCH_ALLOC_CONF": "expandable_segments:False"}, "6.8.0-71-generic", False),
+        ({"CUDA_VISIBLE_DEVICES": "MIG-5c89852c-d268-c3f3"}, "6.8.0-71-generic", False),
+        ({}, "5.15.153.1-microsoft-standard-WSL2", False),
+        ({}, "5.15.148-tegra", False),
+    ],
+)
+def test_segments_grow_where_they_can_and_nobody_has_set_the_allocator(
+    environ: dict[str, str], kernel: str, grows: bool
+) -> None:
+    assert grows_segments(environ, kernel) is grows
+
+
+def test_ranks_share_the_cores_for_compiling(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch._inductor import config as inductor
+
+    monkeypatch.setattr(inductor, "compile_threads", 7)
+    monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "5")
+    limit_compile_threads(2)
+    assert (os.environ["TORCHINDUCTOR_COMPILE_THREADS"], inductor.compile_threads) == ("5", 7)
+    monkeypatch.delenv("TORCHINDUCTOR_COMPILE_THREADS")
+    limit_compile_threads(2)
+    assert (os.environ.pop("TORCHINDUCTOR_COMPILE_THREADS"), inductor.compile_threads) == ("2", 2)
 
 
 def test_a_fork_that_cannot_use_a_gpu_any_more_is_found_before_ranks_are(
