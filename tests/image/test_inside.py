@@ -1,6 +1,6 @@
-"""The tests of the package pass inside, too: another Python, other packages, no root, no ptrace, a read-only checkout.
+"""What depends on the machine passes inside, too: another Python, other packages, no root, a read-only checkout.
 
-Each case is one room of `make test`. All of it: make test-image IN=tests/image/test_inside.py TEST_ALL=1
+All of `make test`: make test-image IN=tests/image/test_inside.py TEST_ALL=1
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ import pytest
 from conftest import Station
 
 ROOMS = {
-    "launcher": "tests/train/launcher",
-    "checkpoint": "tests/train/checkpoint",
-    "run": "tests/train/run",
-    "commands": "tests/train/commands",
-    "weights": "tests/train/trainer/test_initial_weights.py",
+    # processes and tmux; files and their modes, which root does not feel; packages. One call, because each one starts
+    # workers that import torch.
+    "machine": "tests/train/launcher tests/train/run tests/train/test_caches.py "
+    "tests/train/data/test_workers.py tests/train/commands/test_bad_input.py tests/train/commands/test_debuggers.py "
+    "tests/train/trainer/test_initial_weights.py",
     "examples": "tests/examples",
 }
 if os.environ.get("TEST_ALL"):
