@@ -13,7 +13,7 @@ import math
 import pickle
 import zlib
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -30,8 +30,6 @@ from train.parallel.torch_private import copy_metadata
 from train.parallel.world import World
 
 _ALIGN = 64
-_PIECE = 64 << 20
-"""Maximum bytes that one broadcast sends."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -238,16 +236,24 @@ def read(parts: Sequence[Buffers], step: int) -> Content:
 
 def apply(content: Content, state: TrainState) -> None:
     """Load a snapshot into a model, its fresh optimizer and the rest of the state."""
+    mesh = next((one.device_mesh for one in state.module.parameters() if isinstance(one, DTensor)), None)
+    _load(content.state, lambda part: content.walk(part, mesh), state)
+
+
+def _load(held: dict[str, Any], walk: Callable[[Any], Any], state: TrainState) -> None:
+    """Load a serialized state.
+
+    Args:
+        walk: returns a part of it with tensors instead of references.
+    """
     module, scaler = state.module, state.precision.scaler
-    mesh = next((one.device_mesh for one in module.parameters() if isinstance(one, DTensor)), None)
-    weights = OrderedDict(content.walk(content.state["model"], mesh))
+    weights = OrderedDict(walk(held["model"]))
     copy_metadata(weights, module)
     module.load_state_dict(weights)
-    state.optimizer.load_state_dict(content.walk(content.state["optimizer"], mesh))
-    state.extra.load(content.walk(content.state["extra"], mesh), state.precision.device)
-    if scaler is not None and content.state["scaler"]:
-        scaling = content.walk(content.state["scaler"])
-        scaler.load_state_dict({key: _number(value) for key, value in scaling.items()})
+    state.optimizer.load_state_dict(walk(held["optimizer"]))
+    state.extra.load(walk(held["extra"]), state.precision.device)
+    if scaler is not None and held["scaler"]:
+        scaler.load_state_dict({key: _number(value) for key, value in walk(held["scaler"]).items()})
 
 
 def _number(value: Any) -> Any:
@@ -257,17 +263,47 @@ def _number(value: Any) -> Any:
 def broadcast_state(world: World, state: TrainState) -> None:
     """Send rank 0's state to every rank, with the same bits. A collective.
 
-    Needs host memory for one more copy of the state on each rank.
+    Each tensor is received where it stays, on its device. So no rank needs memory for a second copy of the state.
     """
     own = serialize(state, "", 0, "") if world.is_first else None
-    plain, end = world.broadcast((own.plain, own.end) if own is not None else None)
-    start = begin_of_tensors(len(plain))
-    memory = torch.empty(start + end, dtype=torch.uint8)
-    if own is not None:
-        own.copy_to(memory)
-        if world.device.type == "cuda":
-            torch.cuda.synchronize(world.device)
-    for piece in memory[start:].split(_PIECE) if end else ():
-        dist.broadcast(piece, src=0, group=world.group)
+    sent = (
+        [(at, one) for at, one in zip(own.starts, own.tensors, strict=True) if one.numel()] if own is not None else []
+    )
+    kinds: dict[int, str]
+    plain, kinds = world.broadcast((own.plain, {at: one.device.type for at, one in sent}) if own is not None else None)
+    held, places = pickle.loads(plain)["state"], dict(sent)
     if own is None:
-        apply(Content(0, pickle.loads(plain)["state"], [memory[start:].numpy().data]), state)
+        _find_places(held["model"], state.module.state_dict(keep_vars=True), places)
+        _find_places(held["extra"], state.extra.state(), places)
+
+    def place(ref: Any) -> Any:
+        if not isinstance(ref, TensorRef):
+            return ref
+        if ref.size and ref.at in places:
+            return places[ref.at]
+        device = world.device if kinds.get(ref.at) == world.device.type else torch.device("cpu")
+        made = torch.empty_strided(ref.shape, ref.stride, dtype=ref.dtype, device=device)
+        return places.setdefault(ref.at, made) if ref.size else made
+
+    tree = held if own is not None else mapped(held, place)
+    for at in kinds:
+        tensor = places[at]
+        flat = _bytes_of(tensor)
+        dist.broadcast(flat, src=0, group=world.group)
+        if own is None and flat.data_ptr() != tensor.data_ptr():  # its memory is laid out otherwise
+            tensor.detach().copy_(flat.view(tensor.dtype).view(tensor.shape))
+    if own is None:
+        _load(tree, lambda part: part, state)
+
+
+def _find_places(theirs: Any, mine: Any, places: dict[int, Tensor]) -> None:
+    """Add this rank's tensors in `mine`, by the offset of the reference that stands for them in rank 0's state."""
+    if isinstance(theirs, TensorRef):
+        if not theirs.size or not isinstance(mine, Tensor):
+            return
+        stride = mine.stride() if _is_dense(mine) else theirs.stride
+        if (mine.shape, mine.dtype, stride) == (theirs.shape, theirs.dtype, theirs.stride):
+            places.setdefault(theirs.at, mine)
+    elif isinstance(theirs, Mapping) and isinstance(mine, Mapping):
+        for key in theirs.keys() & mine.keys():
+            _find_places(theirs[key], mine[key], places)

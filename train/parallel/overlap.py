@@ -106,6 +106,18 @@ def pair_levels(world: int) -> int | None:
     return world.bit_length() - 1 if world & (world - 1) == 0 else None
 
 
+def _pair_group(world: World, distance: int) -> Any:
+    """Return the group of this rank and the one at a distance. A collective of all ranks, which make all pairs.
+
+    NCCL splits the communicator of all ranks in one call. A rank that made only its own pair would leave the others
+    waiting in that split.
+    """
+    pairs = [[rank, rank + distance] for rank in range(world.size) if not rank & distance]
+    if world.device.type == "cuda":
+        return dist.split_group(split_ranks=pairs, timeout=world.timeout)
+    return dist.new_subgroups_by_enumeration(pairs, timeout=world.timeout)[0]
+
+
 class OverlappedSums:
     """Sums several tensors over all ranks, in the order of a binary tree over the ranks, during the backward pass.
 
@@ -126,10 +138,7 @@ class OverlappedSums:
         """
         count = pair_levels(world.size)
         assert count is not None
-        self._groups = []
-        for level in range(count):
-            pair = sorted((world.rank, world.rank ^ 1 << level))
-            self._groups.append(dist.new_group(pair, timeout=world.timeout, use_local_synchronization=True))
+        self._groups = [_pair_group(world, 1 << level) for level in range(count)]
         self._device = world.device
         self._side = torch.cuda.Stream(world.device) if world.device.type == "cuda" else None
         """The stream on which a GPU adds one bucket after the other. All ranks call in one order, and the host waits

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import weakref
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -15,9 +14,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp._fully_shard import _fsdp_init, _fully_shard
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
+from tests.train.watch import Watch
 from train.checkpoint.state_dict import weights_of, weights_sha256
 from train.config import Config, Parallel
 from train.parallel.fsdp import FSDP
@@ -93,29 +91,6 @@ class Block(nn.Module):
 
     def forward(self, points: Tensor) -> Tensor:
         return points + self.outer(torch.relu(self.statistics(self.inner(self.norm(points)))))
-
-
-class Watch(TorchDispatchMode):
-    """Notes the memory that operations take, and the types of what ranks send."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.taken: list[weakref.ref[torch.UntypedStorage]] = []
-        self.sent: set[tuple[str, torch.dtype]] = set()
-
-    def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), more: Any = None) -> Any:
-        given = {one.untyped_storage() for one in tree_leaves((arguments, more)) if isinstance(one, Tensor)}
-        made = function(*arguments, **(more or {}))
-        tensors = [one for one in tree_leaves(made) if isinstance(one, Tensor)]
-        if function.namespace == "c10d":
-            self.sent |= {(function.overloadpacket.__name__, one.dtype) for one in tensors}
-        self.taken += [weakref.ref(one.untyped_storage()) for one in tensors if one.untyped_storage() not in given]
-        return made
-
-    def alive(self) -> int:
-        """Return the bytes that are still taken."""
-        found = {id(storage): storage for one in self.taken if (storage := one()) is not None}
-        return sum(storage.nbytes() for storage in found.values())
 
 
 BLOCKS, WIDTH = 6, 128
