@@ -35,13 +35,14 @@ Written = list[tuple[str, Any]]
 
 def load(
     folder: Path, module: nn.Module, optimizer: torch.optim.Optimizer | None = None, by_itself: bool = False,
-    extra: Extra = Extra(),  # noqa: B008 - of nothing
+    extra: Extra = Extra(), group: Any = None,  # noqa: B008 - of nothing
 ) -> None:  # fmt: skip
     """Read a verified checkpoint into a model and, if given, its fresh optimizer. A collective under several ranks.
 
     Args:
         extra: further state to read.
         by_itself: this rank reads all that it needs without the other ranks, which do not see the folder.
+        group: in which ranks wait for each other's reading; None: the default one.
 
     Raises:
         ValueError: names or shapes of the model differ from those in the checkpoint.
@@ -67,7 +68,7 @@ def load(
         has_losses = any(path[0] == LOSSES for _, path in written)  # an earlier release wrote none
         places = extra.state() | ({OBJECTS: b""} if extra.objects else {})
         state |= {key: value for key, value in places.items() if key != LOSSES or has_losses}
-        dcp.load(state, storage_reader=reader, no_dist=by_itself)
+        dcp.load(state, storage_reader=reader, no_dist=by_itself, process_group=group)
     except (dcp.api.CheckpointException, ValueError, KeyError) as error:  # DCP wraps all that the state is at fault for
         if isinstance(cause_of(error), OSError):  # of the disk, and may pass
             raise OSError(f"{folder.name} cannot be read: {reason_of(error)}") from error

@@ -10,6 +10,7 @@ import hashlib
 import json
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,10 @@ UNREADABLE = ".unreadable-"
 """Prefix of a checkpoint that the disk could not read, and perhaps can later. It is kept."""
 
 
+_PIECE = 1 << 20
+"""Bytes that are read and hashed at once."""
+
+
 class Unreadable(ValueError):
     """The system cannot read a checkpoint, which may be whole."""
 
@@ -39,11 +44,18 @@ def manifest_text(content: dict[str, Any]) -> str:
     return json.dumps(body | {"digest": digest}, indent=1, sort_keys=True) + "\n"
 
 
-def file_digest(path: Path) -> dict[str, Any]:
-    """Return size and SHA-256 of a file, as the manifest lists them."""
-    with path.open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-        return {"size": file.tell(), "sha256": digest}
+def file_digest(path: Path, beat: Callable[[], None] = lambda: None) -> dict[str, Any]:
+    """Return size and SHA-256 of a file, as the manifest lists them.
+
+    Args:
+        beat: called after each piece of the file.
+    """
+    digest, piece = hashlib.sha256(), memoryview(bytearray(_PIECE))
+    with path.open("rb", buffering=0) as file:
+        while count := file.readinto(piece):
+            digest.update(piece[:count])
+            beat()
+        return {"size": file.tell(), "sha256": digest.hexdigest()}
 
 
 def sha256_of(path: Path) -> str:
@@ -78,8 +90,36 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         raise ValueError(f"{MANIFEST} is damaged") from None
 
 
-def verify(folder: Path) -> dict[str, Any]:
+Files = dict[str, dict[str, Any]]
+"""Maps the name of a file to its size and SHA-256."""
+CheckFiles = Callable[[Path, Files], dict[str, ValueError]]
+"""Returns an error for each of these files in a folder that is not whole."""
+
+
+def check_files(folder: Path, files: Files, beat: Callable[[], None] = lambda: None) -> dict[str, ValueError]:
+    """Check that these files have every byte as written. Returns the errors by file.
+
+    Args:
+        beat: called after each piece of a file.
+    """
+    found: dict[str, ValueError] = {}
+    for name, written in files.items():
+        path = folder / name
+        try:
+            if path.stat().st_size != written["size"]:
+                found[name] = ValueError(f"{name} has {path.stat().st_size} bytes instead of {written['size']}")
+            elif file_digest(path, beat) != written:
+                found[name] = ValueError(f"{name} was changed after it was written")
+        except OSError as error:
+            found[name] = Unreadable(f"{name} cannot be read: {error.strerror}")
+    return found
+
+
+def verify(folder: Path, check: CheckFiles = check_files) -> dict[str, Any]:
     """Verify a checkpoint: exactly its files are there, with every byte as written. Returns the manifest.
+
+    Args:
+        check: checks the bytes of the files.
 
     Raises:
         ValueError: the checkpoint is damaged; the message names the file.
@@ -95,15 +135,10 @@ def verify(folder: Path) -> dict[str, Any]:
         raise ValueError(f"{name} is missing")
     for name in sorted(present - manifest["files"].keys()):
         raise ValueError(f"{name} does not belong to it")
-    for name, written in manifest["files"].items():
-        path = folder / name
-        try:
-            if path.stat().st_size != written["size"]:
-                raise ValueError(f"{name} has {path.stat().st_size} bytes instead of {written['size']}")
-            if file_digest(path) != written:
-                raise ValueError(f"{name} was changed after it was written")
-        except OSError as error:
-            raise Unreadable(f"{name} cannot be read: {error.strerror}") from None
+    errors = check(folder, manifest["files"])
+    for name in manifest["files"]:
+        if name in errors:
+            raise errors[name]
     return manifest
 
 
@@ -117,12 +152,15 @@ def verified(run: Run, step: int) -> dict[str, Any]:
         raise Refused(f"the checkpoint of step {step} {why}") from None
 
 
-def newest_valid(run: Run, sets_aside: bool = False) -> tuple[int, dict[str, Any], list[str]]:
+def newest_valid(
+    run: Run, sets_aside: bool = False, check: CheckFiles = check_files
+) -> tuple[int, dict[str, Any], list[str]]:
     """Return step and manifest of the newest whole checkpoint, or 0 and {}, and a line for each newer one that is not
     whole.
 
     Args:
         sets_aside: set those aside. Only for the holder of the run's lock.
+        check: checks the bytes of files.
 
     Raises:
         Refused: none is whole and the system cannot read one of them, or a newer version of this package wrote it.
@@ -134,7 +172,7 @@ def newest_valid(run: Run, sets_aside: bool = False) -> tuple[int, dict[str, Any
     for step in run.steps_saved():
         folder = run.checkpoint(step)
         try:
-            newest = step, verify(folder)
+            newest = step, verify(folder, check)
             break
         except Unreadable as error:
             unread[step] = error

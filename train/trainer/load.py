@@ -16,6 +16,7 @@ from train.checkpoint import manifest as manifests
 from train.checkpoint import serialize, snapshot
 from train.checkpoint.extra import Extra
 from train.checkpoint.load import load
+from train.checkpoint.shares import Shares
 from train.checkpoint.snapshot import Snapshots
 from train.checkpoint.state_dict import TrainState, weights_of
 from train.config import Config
@@ -47,19 +48,22 @@ class ResumeState:
     from_memory: bool = False
 
 
-def load_newest(run: Run, home: Run, world: World, snapshots: Snapshots, state: TrainState) -> ResumeState:
+def load_newest(
+    run: Run, home: Run, world: World, snapshots: Snapshots, state: TrainState, beat: Callable[[], None]
+) -> ResumeState:
     """Load the newest state that is whole, from memory or from the disk. A collective.
 
     Args:
         run: its lines are cut to that state, on each machine.
         home: where checkpoints lie.
+        beat: gives a sign of life of this rank.
     """
     fresh = [dict(group) for group in state.optimizer.param_groups]
     if world.nodes == 1 or snapshots.is_sharded:
-        start = _load(home, world, snapshots, state)
+        start = _load(home, world, snapshots, state, beat)
     else:  # the others see neither its folder nor its memory
         alone = world.of_rank_0()
-        start = world.on_first(lambda: _load(home, alone, snapshots, state))
+        start = world.patient.on_first(lambda: _load(home, alone, snapshots, state, beat))
         serialize.broadcast_state(world, state)
     if world.nodes == 1:
         world.on_first(lambda: metrics.cut(run, start.step))
@@ -87,11 +91,11 @@ def _parted(mine: list[tuple[str, int]], theirs: list[tuple[str, int]]) -> float
     return min((step for _, step in theirs[common + 1 :]), default=math.inf)
 
 
-def _load(run: Run, world: World, snapshots: Snapshots, state: TrainState) -> ResumeState:
-    parts, scaler = snapshots.parts, state.precision.scaler
-    newest = functools.cache(lambda: _newest_valid(run, sets_aside=True))  # reads every byte of it
+def _load(run: Run, world: World, snapshots: Snapshots, state: TrainState, beat: Callable[[], None]) -> ResumeState:
+    parts, scaler, shares = snapshots.parts, state.precision.scaler, Shares(run, world, beat)
+    newest = functools.cache(lambda: _newest_valid(run, True, shares.check))  # reads every byte of it
     while True:
-        start = _choose(run, world, snapshots, newest)
+        start = _choose(run, world, snapshots, shares, newest)
         if parts is None or not start.from_memory:
             break
         content = snapshot.read(parts, world, start.step, snapshots.fingerprint)
@@ -103,13 +107,14 @@ def _load(run: Run, world: World, snapshots: Snapshots, state: TrainState) -> Re
     if parts is not None:  # later steps will be made again
         snapshot.wipe(parts, world, start.step + start.from_memory)
     if start.manifest:
-        load(run.checkpoint(start.step), state.module, state.optimizer, world.size == 1, state.extra)
+        waits = world.patient.group if world.size > 1 else None
+        load(run.checkpoint(start.step), state.module, state.optimizer, world.size == 1, state.extra, waits)
         if scaler is not None and start.manifest.get("scaler"):
             scaler.load_state_dict(start.manifest["scaler"])
     return start
 
 
-def _choose(run: Run, world: World, snapshots: Snapshots, newest: Newest) -> ResumeState:
+def _choose(run: Run, world: World, snapshots: Snapshots, shares: Shares, newest: Newest) -> ResumeState:
     """Choose the newest snapshot that all ranks have, or a checkpoint if that is newer. A collective."""
     step = snapshot.newest_common(snapshots.parts, world) if snapshots.parts is not None else 0
 
@@ -122,13 +127,15 @@ def _choose(run: Run, world: World, snapshots: Snapshots, newest: Newest) -> Res
             return ResumeState(step, saved, from_memory=True)
         return ResumeState(saved, saved, newest()[1])
 
-    return world.on_first(choose)
+    return shares.on_first(choose)
 
 
-def _newest_valid(run: Run, sets_aside: bool = False) -> tuple[int, dict[str, Any]]:
+def _newest_valid(
+    run: Run, sets_aside: bool = False, check: manifests.CheckFiles = manifests.check_files
+) -> tuple[int, dict[str, Any]]:
     """Return the step and manifest of the newest whole checkpoint; 0 and {} without one. Warns of newer damaged
     ones."""
-    step, manifest, unused = manifests.newest_valid(run, sets_aside)
+    step, manifest, unused = manifests.newest_valid(run, sets_aside, check)
     for line in unused:
         log.warning("warning: %s", line)
     return step, manifest

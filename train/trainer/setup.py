@@ -32,7 +32,7 @@ from train.parallel.strategy import Strategy
 from train.parallel.torch_private import fix_compiler, limit_compile_threads
 from train.parallel.world import World, join
 from train.parallel.wrap_units import recompute
-from train.run import folders, imports, metrics
+from train.run import folders, heartbeat, imports, metrics
 from train.run.heartbeat import Heart
 from train.run.run_folder import Run
 from train.signals import StopRequest
@@ -151,7 +151,7 @@ def set_up(
     hooks = Hooks(task, updates[0].strategy, config)
     extra = dataclasses.replace(hooks.extra, losses=losses_kept(updates, device))
     state = TrainState(model, optimizer, precision, extra)
-    start = load_newest(run, home, world, snapshots, state)
+    start = load_newest(run, home, world, snapshots, state, lambda: heart.beat(heartbeat.STARTING, heart.step))
     if not start.step and (is_begun or run.read().get("forked_from")):
         _check_beginning(run)
     faults.here("loaded")
