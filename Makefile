@@ -46,13 +46,13 @@ HAS_ALL = import sys; from importlib.util import find_spec; \
 SIX := torch numpy pydantic tomli_w psutil safetensors
 
 .PHONY: test-gpu
-test-gpu: ## test what needs a GPU, in 8 minutes; with your own Python: make test-gpu PYTHON=python3
+test-gpu: ## test what needs a GPU, in 10 minutes; with your own Python: make test-gpu PYTHON=python3
 	@python=$(PYTHON); \
 	for one in $(PY) python3; do \
 		[ -n "$$python" ] || ! $$one -c '$(HAS_ALL)' $(SIX) 2>/dev/null || python=$$one; \
 	done; \
 	[ -n "$$python" ] || { python=$(PY); scripts/setup.sh; } && \
-	$$python -m tests.gpu --json test-gpu.json $(ARGS)
+	$$python -m tests.gpu $(ARGS)
 
 .PHONY: test-minutes
 test-minutes: setup ## run the longest tests: several machines, a real Slurm, more cases; some only: IN=tests/train/slurm

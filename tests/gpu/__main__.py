@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 import json
 import os
 import platform
@@ -12,9 +13,11 @@ import signal
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 
 import train
@@ -24,12 +27,16 @@ from train.errors import Refused
 from train.gpus import Card, number_by_bus
 from train.parallel.devices import check_kernels
 
-PARTS = ("inputs", "steps", "exact", "recovery", "checkpoint", "ranks", "speed")
-"""In the order in which they are made. The last one compiles twice: what is not ready when time is over is left out."""
-MINUTES, MINUTES_FOR_RANKS = 8.0, 4.0
-"""On one GPU; how many more on several."""
-PATIENCE = 180.0
-"""Seconds after which a case hangs; the longest takes a minute on one H100, by estimate."""
+PARTS = {
+    "steps": 0.9, "inputs": 0.3, "exact": 2.0, "checkpoint": 0.8, "memory": 1.0, "recovery": 1.7, "speed": 3.3,
+    "ranks": 0.1,
+}  # fmt: skip
+"""Maps each part, in their order, to its minutes. The first five together, and the next two, fit into five minutes."""
+MINUTES_OF_RANKS = 4.0
+"""Minutes of the part `ranks` on several GPUs. On one there is nothing to do."""
+PATIENCE = 120.0
+"""Seconds after which a case hangs. The longest takes a minute on one H100, by estimate."""
+FILE = "test-gpu.json"
 MOST = 4
 """GPUs, however many there are: enough for two copies of a model on two each."""
 DISK = 8 * 10**9
@@ -45,7 +52,7 @@ def main() -> int:
         1 where one of them failed, 2 where none can be made, LEFT_OUT where there was not the time for all, 130 after
         Ctrl-C.
     """
-    began, options = time.monotonic(), _options()
+    began, options = _start(), _options()
     number_by_bus()  # before any process here opens the driver, or cards that differ have two orders
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # torch looks once in a process, at the first product
     try:
@@ -64,17 +71,36 @@ def main() -> int:
     if gpus > MOST:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1,2,3").split(",")
         gpus, os.environ["CUDA_VISIBLE_DEVICES"] = MOST, ",".join(visible[:MOST])
-    minutes = options.minutes or MINUTES + (MINUTES_FOR_RANKS if gpus > 1 else 0.0)
+    minutes = options.minutes or (3 * sum(PARTS.values()) if options.small else None)  # a CPU may be busy
+    ends = time_limits(options.parts, gpus, began, minutes)
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.default_int_handler)
     with folder as name:
         scale = Scale(options.device, options.small, gpus, Path(name))
         try:
-            apart.make(scale, options.parts, began + 60 * minutes, options.patience, found.add)
+            apart.make(scale, ends, options.patience, found.add)
         except KeyboardInterrupt:
             found.is_interrupted = True
         print(found.table(), flush=True)
     return found.code()
+
+
+def _start() -> float:
+    """Return when this process started, by time.monotonic(): imports take some of the time too."""
+    return time.monotonic() - max(time.time() - psutil.Process().create_time(), 0.0)
+
+
+def time_limits(parts: Sequence[str], gpus: int, began: float, minutes: float | None) -> dict[str, float]:
+    """Map each part to the time at which it ends. A part that ends early leaves its time to those after it.
+
+    Args:
+        began: by time.monotonic(), as the result.
+        minutes: for all parts together; None: the sum of their own.
+    """
+    shares = {name: MINUTES_OF_RANKS if name == "ranks" and gpus > 1 else PARTS[name] for name in parts}
+    total = max(sum(shares.values()), 0.5)
+    ends = itertools.accumulate(60 * share * (minutes or total) / total for share in shares.values())
+    return {name: began + end for name, end in zip(shares, ends, strict=True)}
 
 
 @dataclasses.dataclass
@@ -84,7 +110,7 @@ class Found:
     machine: dict[str, Any]
     device: str
     is_small: bool
-    file: str | None = None
+    file: str = os.devnull
     """Where it is written after each row: whoever ends this keeps what was found."""
     began: float = dataclasses.field(default_factory=time.monotonic)
     rows: list[Row] = dataclasses.field(default_factory=list)
@@ -92,7 +118,7 @@ class Found:
 
     def add(self, row: Row) -> None:
         """Keep a row, in the file too."""
-        self.rows.append(row)
+        self.rows.append(dataclasses.replace(row, at=time.monotonic() - self.began))
         try:
             self.write()
         except OSError as error:
@@ -103,8 +129,6 @@ class Found:
         Raises:
             OSError: there is no room for it, or it cannot be there.
         """
-        if not self.file:
-            return
         content = {
             "machine": self.machine, "device": self.device, "small": self.is_small,
             "seconds": time.monotonic() - self.began, "rows": list(map(dataclasses.asdict, self.rows)),
@@ -150,9 +174,9 @@ def _options() -> argparse.Namespace:
     text = "models that a CPU trains in a minute, and is always given: proves no speed"
     parser.add_argument("--small", action="store_true", help=text)
     parser.add_argument("--parts", default=",".join(PARTS), help=f"some of {','.join(PARTS)}")
-    text = f"after so many it ends ({MINUTES:g}, with several GPUs {MINUTES_FOR_RANKS:g} more)"
+    text = f"after so many it ends (the sum of its parts: {', '.join(f'{n} {m:g}' for n, m in PARTS.items() if m)})"
     parser.add_argument("--minutes", type=float, help=text)
-    parser.add_argument("--json", metavar="FILE", help="write all figures there")
+    parser.add_argument("--json", metavar="FILE", default=FILE, help=f"write all figures there ({FILE})")
     parser.add_argument("--folder", default=".", help="a folder on the disk that runs are kept on")
     text = f"a case that takes longer hangs ({PATIENCE:g})"
     parser.add_argument("--patience", type=float, metavar="S", default=PATIENCE, help=text)
@@ -160,7 +184,7 @@ def _options() -> argparse.Namespace:
     if not Path(options.folder).is_dir():
         parser.error(f"--folder: there is no folder {options.folder}")
     options.small |= options.device == "cpu"  # or each case would take so long there that it seems to hang
-    options.parts = options.parts.split(",")
+    options.parts = list(dict.fromkeys(options.parts.split(",")))
     for name in options.parts:
         if name not in PARTS:
             parser.error(f"--parts: there is no {name}; there are {', '.join(PARTS)}")

@@ -14,7 +14,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing import Pipe, get_context
 from multiprocessing.connection import Connection
 
@@ -25,6 +25,7 @@ from train.signals import end_with_parent
 
 START = 180.0
 """Seconds until the first case is begun, at most: a driver that hangs, or libraries on a network's disk."""
+_LATE = "no time was left"
 _AGAIN = 5
 """The exit code of a process that another one is to follow: an error may have broken the device, as it sees it."""
 
@@ -34,42 +35,47 @@ def cases(scale: Scale, parts: Sequence[str]) -> list[tuple[str, Case]]:
     return [(name, case) for name in parts for case in importlib.import_module(f"tests.gpu.{name}").part(scale)]
 
 
-def make(scale: Scale, parts: Sequence[str], ends: float, patience: float, add: Callable[[Row], None]) -> None:
+def make(scale: Scale, ends: Mapping[str, float], patience: float, add: Callable[[Row], None]) -> None:
     """Make all cases of parts, and add their rows.
 
     Args:
-        ends: when there is no more time, by time.monotonic().
+        ends: maps each part to the time, by time.monotonic(), from which on none of its cases begins. At the last of
+            these times the case that is being made is ended.
         patience: seconds after which a case hangs.
     """
     begin: int | None = 0
+    part = next(iter(ends))
     while begin is not None:
-        process = _Process(scale, parts, begin, add)
+        process = _Process(scale, ends, begin, part, add)
         try:
-            begin = process.made(ends, patience)
+            begin = process.made(patience)
         except KeyboardInterrupt:
             add(Row("the rest, and all parts after it", "interrupted", UNCHECKED, part=process.part))
             raise
         finally:
             process.end()
+            part = process.part
 
 
 class _Process:
     """A process that makes cases, as seen from the one that has started it."""
 
-    def __init__(self, scale: Scale, parts: Sequence[str], begin: int, add: Callable[[Row], None]) -> None:
-        self._parts, self._begin, self._number, self._add = parts, begin, begin, add
-        self.part, self._what = parts[0], "its start"
+    def __init__(
+        self, scale: Scale, ends: Mapping[str, float], begin: int, part: str, add: Callable[[Row], None]
+    ) -> None:
+        self._parts, self._begin, self._number, self._add = [*ends], begin, begin, add
+        self.part, self._what, self._ends = part, "its start", max(ends.values())
         self._connection, there = Pipe(duplex=False)
-        self._process = get_context("spawn").Process(target=serve, args=(there, scale, parts, begin))
+        self._process = get_context("spawn").Process(target=serve, args=(there, scale, ends, begin))
         self._process.start()
         there.close()
 
-    def made(self, ends: float, patience: float) -> int | None:
+    def made(self, patience: float) -> int | None:
         """Take what it finds, to its end. Returns the case at which another process is to begin; None: nowhere."""
         since, limit = time.monotonic(), max(START, patience)
         while True:
             now = time.monotonic()
-            if now > ends:
+            if now > self._ends:
                 self._leave_out()
                 return None
             if now - since > limit:
@@ -116,10 +122,10 @@ class _Process:
         found = "it was not done when the time was over"
         self._add(Row(f"{self._what}, and the rest of it", found, UNCHECKED, part=self.part, late=True))
         for name in self._parts[self._parts.index(self.part) + 1 :]:
-            self._add(Row("left out", "no time was left", UNCHECKED, part=name, late=True))
+            self._add(Row("left out", _LATE, UNCHECKED, part=name, late=True))
 
 
-def serve(connection: Connection, scale: Scale, parts: Sequence[str], begin: int) -> None:
+def serve(connection: Connection, scale: Scale, ends: Mapping[str, float], begin: int) -> None:
     """Be the process that makes cases, from this one on, counted over all of these parts."""
     end_with_parent(os.getppid())
     os.setsid()  # Ctrl-C on the terminal is for the other process, which ends this one
@@ -127,9 +133,11 @@ def serve(connection: Connection, scale: Scale, parts: Sequence[str], begin: int
     logging.getLogger("train").addHandler(logging.NullHandler())  # no lines of runs on the terminal
     logging.getLogger("train").propagate = False
     zygote()  # it imports meanwhile
-    for part, case in cases(scale, parts)[begin:]:
+    for part, case in cases(scale, [*ends])[begin:]:
         connection.send((part, case.what))
-        if not is_found(connection, part, case):
+        if time.monotonic() > ends[part]:
+            connection.send(Row(case.what, _LATE, UNCHECKED, part=part, late=True))
+        elif not is_found(connection, part, case):
             _leave(_AGAIN)
     _leave(0)
 

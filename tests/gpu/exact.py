@@ -13,26 +13,52 @@ from train.run import states
 FLAGS: dict[str, Any] = {"steps": 12, "checkpoint.every_steps": 4}
 KILLED = 10
 """The step in which it is killed; the checkpoint of step 8 may be on its way to the disk then."""
-_COMPILED = "gpt, bf16, compiled"
+_COMPILED, _PAIR = "gpt, bf16, compiled", "ddp, 2 ranks on one device over gloo"
+ORDERED = {"parallel.reduce": "ordered"}
 
 
 def part(scale: Scale) -> Iterator[Case]:
-    """Every task in every precision that this device has, on one device; and a compiled model."""
-    for task in ("fake", "resnet", "gpt"):
-        precisions: tuple[str, ...] = ("fp32", "bf16", "fp16") if scale.is_gpu else ("fp32", "bf16")
-        if scale.is_gpu and task == "gpt":
-            precisions = ("fp32", "tf32", "bf16", "fp16")
-        for precision in precisions if task == "fake" or not scale.is_small else ("bf16",):
-            flags = scale.exact_flags(task) | FLAGS | {"precision": precision}
-            if task == "resnet" and scale.is_gpu:
-                flags["channels_last"] = "true"
-            what = f"{task}, {precision}"
-            yield Case(what, compare, (scale, task, what, flags))
+    """Tasks and precisions, what shows most first; two ranks, on one GPU where there are no more; a compiled model."""
+    yield _case(scale, "gpt", "bf16")
     own = scale.exact_flags("own") | FLAGS | {"precision": "bf16", "ema.decay": 0.9, "log.gradients": "true"}
     own["data.on_device"] = "true"
     what = "updates, averages and state of a task's own, data kept on the device"
     yield Case(what, compare, (scale, "own", what, own))
-    yield Case(_COMPILED, _compiled, (scale,))
+    if scale.gpus < 2:  # else the part `ranks` has them, over NCCL
+        flags = ranks_flags(scale)
+        yield Case(_PAIR, compare, (scale, "gpt", _PAIR, flags | {"parallel.strategy": "ddp"}, 2))
+        yield Case("ordered: 1 and 2 ranks", ordered_on_one, (scale, flags | ORDERED, 2))
+    yield _case(scale, "resnet", "bf16")
+    if scale.is_gpu:
+        yield _case(scale, "gpt", "fp16")
+        yield Case(_COMPILED, _compiled, (scale,))
+        yield _case(scale, "gpt", "tf32")
+
+
+def _case(scale: Scale, task: str, precision: str) -> Case:
+    flags = scale.exact_flags(task) | FLAGS | {"precision": precision}
+    if task == "resnet" and scale.is_gpu:
+        flags["channels_last"] = "true"
+    what = f"{task}, {precision}"
+    return Case(what, compare, (scale, task, what, flags))
+
+
+def ranks_flags(scale: Scale) -> dict[str, Any]:
+    """The flags of a run on several ranks, which is killed."""
+    return scale.exact_flags("gpt") | FLAGS | {"precision": "bf16", "micro_batch_size": 1, "batch_size": 4}
+
+
+def ordered_on_one(scale: Scale, flags: dict[str, Any], ranks: int) -> Row:
+    what = f"ordered: 1 and {ranks} ranks"
+    kinds = {torch.cuda.get_device_name(index) for index in range(min(ranks, scale.gpus))}
+    if len(kinds) > 1:
+        return Row(what, f"cards of one kind compute alike; here are {' and '.join(sorted(kinds))}", UNCHECKED)
+    digests = []
+    for count in (1, ranks):
+        with new_run(scale, "gpt", flags, count) as run:
+            digests.append(train_forked(run, count).get("weights_sha256"))
+    is_equal = digests[0] is not None and digests[0] == digests[1]
+    return Row(what, "equal" if is_equal else str(digests), OK if is_equal else FAILED, "equal digests")
 
 
 def _compiled(scale: Scale) -> Row:

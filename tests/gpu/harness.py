@@ -12,18 +12,25 @@ import shutil
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
+from unittest import mock
 
 import torch
+import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from tests.gpu import in_rank
 from train import hash_seed
+from train.checkpoint import snapshot
+from train.checkpoint.buffers import ENVIRONMENT, SnapshotMemory
 from train.launcher import checks
 from train.launcher.request import Request
+from train.parallel import choose
+from train.parallel.devices import prepare_nccl
 from train.parallel.rank_env import RankEnv
 from train.run import folders, states
 from train.run.outcome import Outcome
@@ -55,6 +62,8 @@ class Row:
     part: str = ""
     late: bool = False
     """Left out for lack of time."""
+    at: float = 0.0
+    """Seconds from the start of the proof until it was found."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,6 +114,7 @@ class Scale:
             "resnet": {"batch_size": 256, "optim.name": "sgd", "optim.lr": 0.01},
             "gpt": {"batch_size": 16, "optim.name": "adamw", "optim.lr": 1e-4},
             "own": {"batch_size": 32},
+            "hungry": {"batch_size": 8},
             "slow": {"batch_size": 2, "optim.lr": 0.01},
             "perceptron": {"batch_size": 128},
         }
@@ -120,13 +130,13 @@ class Scale:
     def exact_flags(self, task: str) -> dict[str, Any]:
         """A task of the size at which its exactness is looked at: many steps in a few seconds, with dropout."""
         flags = self.flags(task) | {"log.every_steps": 1}
-        if self.is_gpu and task == "resnet":
+        if self.is_gpu and task == "resnet" and not self.is_small:
             # 1.3 MB of pictures: more than is copied among what is computed (train/data/to_device.py); a last batch of
             # less
             flags |= {"batch_size": 48, "task.count": 128, "task.size": 96}
         if task == "gpt":
             flags |= {"task.dropout": 0.1}
-            if self.is_gpu:
+            if self.is_gpu and not self.is_small:
                 # 16 x 256 tokens: up to 3072 an embedding's backward is another, small kernel, which no real batch
                 # takes
                 flags |= {"batch_size": 16, "task.layers": 2, "task.vocabulary": 16384, "task.context": 256,
@@ -142,17 +152,58 @@ def zygote() -> Zygote:
 
 @contextlib.contextmanager
 def new_run(scale: Scale, task: str, flags: dict[str, Any], ranks: int = 1) -> Iterator[Run]:
-    """A new run, checked as every run is. Its folder is removed afterwards: all of them would fill a disk."""
+    """A new run, checked as every run is. Its folder is removed afterwards: all of them would fill a disk.
+
+    More ranks than there are GPUs share the first one.
+    """
     texts = {name: str(value) for name, value in flags.items()}
     files = (TASKS / f"{task}.py", ROOT / "benchmarks" / f"{task}.py")
     source = next((str(file) for file in files if file.exists()), task)
-    prepared = checks.prepare(Request(source, texts, ranks=ranks))
+    one_card = mock.patch.object(checks, "pick_device", in_rank.first_device)
+    with one_card if _share_a_card(ranks) else contextlib.nullcontext():
+        prepared = checks.prepare(Request(source, texts, ranks=ranks))
     name = f"{task}-{os.getpid()}-{next(_numbers)}"  # of a process that was ended something may be left
     run = folders.create(scale.folder, name, prepared.files, prepared.record)
     try:
         yield run
     finally:
         shutil.rmtree(run.folder, ignore_errors=True)
+
+
+def _share_a_card(ranks: int) -> bool:
+    return ranks > max(torch.cuda.device_count(), 1)
+
+
+@contextlib.contextmanager
+def alone(scale: Scale, strategy: str) -> Iterator[None]:
+    """Spread the model of a run of one rank: by itself such a run does not, and two ranks need two GPUs."""
+    file = scale.folder.absolute() / f"{strategy}-alone"
+    given: dict[str, Any] = {"device_id": scale.place} if scale.is_gpu else {}
+    prepare_nccl(deterministic=True)
+    backend = "cpu:gloo,cuda:nccl" if scale.is_gpu else "gloo"
+    dist.init_process_group(backend, init_method=f"file://{file}", rank=0, world_size=1, **given)
+    try:
+        with mock.patch.object(choose, "resolve", lambda *_: strategy):
+            yield
+    finally:
+        dist.destroy_process_group()
+        file.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def snapshots(is_always: bool = True) -> Iterator[SnapshotMemory]:
+    """Memory for snapshots of the runs in this process.
+
+    Args:
+        is_always: a snapshot is taken as soon as the one before is there.
+    """
+    memory = SnapshotMemory()
+    share = mock.patch.object(snapshot, "SHARE", 1e9) if is_always else contextlib.nullcontext()
+    try:
+        with mock.patch.dict(os.environ, {ENVIRONMENT: memory.address}), share:
+            yield memory
+    finally:
+        memory.close()
 
 
 def train_here(run: Run, stop: StopRequest | None = None) -> None:
@@ -187,6 +238,7 @@ def train_here(run: Run, stop: StopRequest | None = None) -> None:
 def train_forked(
     run: Run, ranks: int = 1, fault: str = "", environment: Mapping[str, str] = MappingProxyType({}),
     mode: LaunchMode = LaunchMode.FOREGROUND, watch: Callable[[Ranks], Any] = lambda processes: None,
+    changes: Sequence[str] = (),
 ) -> Mapping[str, Any]:  # fmt: skip
     """Train a run in processes of its own, with snapshots in memory; its record afterwards.
 
@@ -195,10 +247,13 @@ def train_forked(
         environment: set in its processes.
         mode: FOREGROUND: a death ends it; LAUNCHED: it goes on by itself.
         watch: called on another thread meanwhile.
+        changes: what is different in its processes; see in_rank.py.
     """
     lock = run.acquire(patience=30.0)
     assert lock is not None, f"{run.name} is alive"
-    processes = Ranks(run, lock, ranks, zygote(), environ={"TRAIN_FAULT": fault, **environment})
+    changes = [*changes, in_rank.ONE_CARD] if _share_a_card(ranks) else changes
+    forking: Any = in_rank.Forking(zygote(), changes) if changes else zygote()
+    processes = Ranks(run, lock, ranks, forking, environ={"TRAIN_FAULT": fault, **environment})
     try:
         with ThreadPoolExecutor(1) as pool, contextlib.redirect_stderr(io.StringIO()):
             watching = pool.submit(watch, processes)

@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-import torch
-
-from tests.gpu.exact import FLAGS, compare
-from tests.gpu.harness import FAILED, OK, UNCHECKED, Case, Row, Scale, new_run, train_forked
+from tests.gpu.exact import ORDERED, compare, ordered_on_one, ranks_flags
+from tests.gpu.harness import UNCHECKED, Case, Row, Scale
 from train.bench import collective
 
 
@@ -16,18 +14,18 @@ def part(scale: Scale) -> Iterator[Case]:
     """ddp, fsdp, hsdp, and ordered sums on as many ranks as there are GPUs."""
     if scale.is_gpu and scale.gpus < 2:
         what = "ddp, fsdp, hsdp, ordered sums over NCCL"
-        yield Case(what, Row, (what, "they need two GPUs or more; here is one", UNCHECKED))
+        yield Case(what, Row, (what, "they need two GPUs; on one, `exact` has two ranks over gloo", UNCHECKED))
         return
     ranks = scale.gpus if scale.is_gpu else 2
-    flags = scale.exact_flags("gpt") | FLAGS | {"precision": "bf16", "micro_batch_size": 1, "batch_size": 4}
+    flags = ranks_flags(scale)
     ways: dict[str, dict[str, Any]] = {
         "ddp": {"parallel.strategy": "ddp"},
         "fsdp": {"parallel.strategy": "fsdp", "parallel.wrap": "Block"},
         "hsdp": {"parallel.strategy": "hsdp", "parallel.wrap": "Block", "parallel.shard_size": 2},
-        "ordered": {"parallel.reduce": "ordered"},
+        "ordered": ORDERED,
     }
-    if not scale.is_gpu:  # tests/train has all of them on CPUs
-        ways = {"ddp": ways["ddp"]}
+    if not scale.is_gpu:  # `exact` has ddp and ordered sums, tests/train all of them
+        ways.clear()
     elif ranks < 4:
         del ways["hsdp"]
         missing = f"it needs four GPUs, two that hold a model and two copies; here are {ranks}"
@@ -49,16 +47,3 @@ def _collective(scale: Scale, ranks: int) -> Row:
     size, milliseconds, bus, copied, share = (float(cell) for cell in last.strip("|").split("|"))
     found = f"{size / 1024:.0f} MiB in {milliseconds:.2f} ms: {bus:.1f} GB/s a link, {share:.2f} of a plain copy"
     return Row(f"all-reduce, {ranks} ranks", found, figures={"bus_gb_per_s": bus, "copy_gb_per_s": copied})
-
-
-def ordered_on_one(scale: Scale, flags: dict[str, Any], ranks: int) -> Row:
-    what = f"ordered: 1 and {ranks} ranks"
-    kinds = {torch.cuda.get_device_name(index) for index in range(ranks)}
-    if len(kinds) > 1:
-        return Row(what, f"cards of one kind compute alike; here are {' and '.join(sorted(kinds))}", UNCHECKED)
-    digests = []
-    for count in (1, ranks):
-        with new_run(scale, "gpt", flags, count) as run:
-            digests.append(train_forked(run, count).get("weights_sha256"))
-    is_equal = digests[0] is not None and digests[0] == digests[1]
-    return Row(what, "equal" if is_equal else str(digests), OK if is_equal else FAILED, "equal digests")

@@ -16,6 +16,7 @@ import psutil
 import torch
 
 from benchmarks import recovery as bench
+from tests.gpu import in_rank
 from tests.gpu.harness import (
     BELOW,
     FAILED,
@@ -31,6 +32,7 @@ from tests.gpu.harness import (
     train_forked,
 )
 from tests.waiting import eventually
+from train.checkpoint.buffers import Buffers
 from train.run import states
 from train.run.run_folder import Run
 from train.supervise.decide import LaunchMode
@@ -47,20 +49,21 @@ GOAL = 2.0
 """Seconds to a new step."""
 _WITHIN = 64 * 2**20
 """Bytes that other users of the device may have taken or given back meanwhile."""
-_LEFT = "what SIGKILL leaves"
+_LEFT, _COPYING = "what SIGKILL leaves", "killed while a snapshot is copied"
 
 
 def part(scale: Scale) -> Iterator[Case]:
-    """One death of each kind, and one with loader processes."""
+    """One death of each kind, one with loader processes, and one while a snapshot is copied."""
     ranks = 2 if not scale.is_gpu or scale.gpus > 1 else 1
     yield Case(f"a rank of {ranks} is killed", _killed, (scale, ranks))
     yield Case(_LEFT, _left, (scale,))
+    yield Case(_COPYING, _copying, (scale,))
 
 
 def _killed(scale: Scale, ranks: int) -> Iterator[Row]:
     """An undisturbed run, one whose rank is killed, and plain torchrun with a rank killed."""
     what = f"a rank of {ranks} is killed"
-    steps = 4000 if scale.is_gpu else 200
+    steps = 200 if scale.is_small else 4000
     flags = scale.flags("perceptron") | {"steps": steps, "log.every_steps": 1}  # memory alone has a state to go on from
     drawn, ends = random.Random(0), list[bench.Found]()
     with new_run(scale, "perceptron", flags, ranks) as run:
@@ -142,6 +145,35 @@ def _left(scale: Scale) -> Iterator[Row]:
     )
     seconds = time.monotonic() - died
     yield Row(what, f"{mebibytes(used)} in {seconds:.1f} s", OK, "all of it", {"seconds": seconds, "used": used})
+
+
+def _copying(scale: Scale) -> Row:
+    """Kill a rank whose older snapshot is being overwritten: the newer one must be whole."""
+    flags = scale.exact_flags("gpt") | {"precision": "bf16", "steps": 150 if scale.is_gpu else 30}
+    left: list[int] = []
+
+    def kill(processes: Ranks) -> None:
+        assert processes.memory is not None
+        buffers = Buffers(processes.memory.address)
+        ready = eventually("two snapshots", lambda: len(buffers.steps) == 2 and processes.pids, seconds=60, every=0)
+        eventually("a copy", lambda: len(buffers.steps) == 1, seconds=60, every=0)
+        os.kill(ready[0], signal.SIGKILL)
+        left.extend(buffers.steps)
+
+    # a CPU copies in a moment too short to be met
+    fault, watch = ("", kill) if scale.is_gpu else ("snapshot.written:8:kill", lambda processes: None)
+    with new_run(scale, "gpt", flags) as run:
+        whole = train_forked(run)
+    with new_run(scale, "gpt", flags) as run:
+        killed = train_forked(run, fault=fault, mode=LaunchMode.LAUNCHED, watch=watch, changes=[in_rank.SNAPSHOTS])
+    for record in (whole, killed):
+        if record["state"] != states.FINISHED:
+            return Row(_COPYING, f"{record['state']}: {reason(record)}", FAILED)
+    is_equal, starts = whole["weights_sha256"] == killed["weights_sha256"], [a["from_step"] for a in killed["attempts"]]
+    found = f"goes on after step {', '.join(map(str, starts[1:]))}: {'equal' if is_equal else 'another digest'}"
+    if left and left != starts[1:2]:  # the kill came a moment too late
+        found += f"; when it was killed, the snapshot of step {left[0]} was whole"
+    return Row(_COPYING, found, OK if is_equal and all(starts[1:]) and starts[1:] else FAILED, "equal digests")
 
 
 def _free(scale: Scale) -> int:

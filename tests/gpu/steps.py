@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import subprocess
 import sys
 import threading
@@ -12,16 +11,13 @@ from typing import Any
 from unittest import mock
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from tests.gpu.harness import FAILED, OK, UNCHECKED, Case, Row, Scale, new_run, train_here
-from train.checkpoint import snapshot
-from train.checkpoint.buffers import ENVIRONMENT, SnapshotMemory
+from tests.gpu.harness import FAILED, OK, UNCHECKED, Case, Row, Scale, alone, new_run, snapshots, train_here
+from train.checkpoint.buffers import SnapshotMemory
 from train.data import loader
-from train.parallel import choose
-from train.parallel.devices import prepare_nccl
+from train.parallel.precision import ON_GPU_ALONE
 
 FIRST, LAST = 4, 16
 """Between the ends of these steps nothing may wait. Before them kernels are chosen, memory is found, and the engine
@@ -46,22 +42,23 @@ opened = [n for n in range(torch.cuda.device_count()) if has_context(n)]
 print(f"it has opened {opened}" if opened or torch.cuda.is_initialized() else "left alone")
 """
 
-WORKERS, MICRO, DDP = "2 loader processes", "2 micro batches, clipped", "ddp of one rank"
+WORKERS, MICRO = "2 loader processes", "2 micro batches, clipped"
+SPREAD = {"ddp": "ddp of one rank", "fsdp": "fsdp of one rank"}
 MEMORY = "snapshots in memory all the time"
 CASES = (
-    ("fake", "fp32", ()), ("fake", "bf16", (WORKERS,)), ("fake", "fp16", (MICRO,)),
-    ("resnet", "fp32", ()), ("resnet", "bf16", (WORKERS,)), ("resnet", "fp16", (MEMORY,)),
-    ("gpt", "fp32", ()), ("gpt", "bf16", (MEMORY,)), ("gpt", "bf16", (MICRO,)), ("gpt", "fp16", (MICRO,)),
-    ("gpt", "bf16", (DDP,)), ("gpt", "fp16", (DDP, MICRO)),
+    ("gpt", "bf16", (MEMORY,)), ("gpt", "fp16", (SPREAD["ddp"], MICRO)), ("gpt", "bf16", (SPREAD["fsdp"],)),
+    ("own", "bf16", (MEMORY,)), ("resnet", "bf16", (WORKERS,)), ("resnet", "fp16", (MEMORY,)),
+    ("gpt", "bf16", (SPREAD["ddp"],)), ("gpt", "fp16", (MICRO,)), ("gpt", "tf32", ()), ("resnet", "fp32", ()),
 )  # fmt: skip
-"""Task, precision, and what else a step has to do. Not more micro batches: about a thousand kernels can wait for a
-device that is held, then who starts them waits."""
+"""Task, precision, and what else a step has to do; what shows most first. The task `own` has state of its own.
+
+Not more micro batches: about a thousand kernels can wait for a device that is held, then who starts them waits."""
 
 
 def part(scale: Scale) -> Iterator[Case]:
     """Every task and precision, with all that is in the way between two steps; and a run with --device cpu."""
     for task, precision, rest in CASES:
-        if scale.is_gpu or precision != "fp16":  # which a CPU has not
+        if scale.is_gpu or precision not in ON_GPU_ALONE:
             what = f"no wait in a step: {', '.join((task, precision, *rest))}"
             yield Case(what, _unwatched, (scale, task, what, flags(scale, task, precision, rest), rest))
     yield Case(_ON_CPU_WHAT, _on_cpu, (scale,))
@@ -75,6 +72,8 @@ def flags(scale: Scale, task: str, precision: str, rest: tuple[str, ...]) -> dic
         given["data.workers"] = 2
     if MICRO in rest:
         given |= {"micro_batch_size": given["batch_size"] // 2, "clip_grad_norm": 1.0}
+    if SPREAD["fsdp"] in rest:
+        given |= {"parallel.strategy": "fsdp", "parallel.wrap": "Block"}
     return given
 
 
@@ -139,36 +138,6 @@ class Watch:
 _PREPARED = loader.prepared
 
 
-@contextlib.contextmanager
-def _ddp_alone(scale: Scale) -> Iterator[None]:
-    """DDP, in a run of one rank: by itself such a run has none, and two ranks need two GPUs."""
-    file = scale.folder.absolute() / "ddp-alone"
-    given: dict[str, Any] = {"device_id": scale.place} if scale.is_gpu else {}
-    prepare_nccl(deterministic=True)
-    backend = "cpu:gloo,cuda:nccl" if scale.is_gpu else "gloo"
-    dist.init_process_group(backend, init_method=f"file://{file}", rank=0, world_size=1, **given)
-    try:
-        with mock.patch.object(choose, "resolve", lambda *_: "ddp"):
-            yield
-    finally:
-        dist.destroy_process_group()
-        file.unlink(missing_ok=True)
-
-
-@contextlib.contextmanager
-def _memory(watch: Watch) -> Iterator[None]:
-    """Memory for snapshots, which are taken whenever the one before is there."""
-    watch.memory = SnapshotMemory()
-    try:
-        with (
-            mock.patch.dict(os.environ, {ENVIRONMENT: watch.memory.address}),
-            mock.patch.object(snapshot, "SHARE", 1e9),
-        ):
-            yield
-    finally:
-        watch.memory.close()
-
-
 def _unwatched(scale: Scale, task: str, what: str, given: dict[str, Any], rest: tuple[str, ...]) -> Row:
     """Train with every synchronisation that torch knows of an error, and once with a device that is held.
 
@@ -176,13 +145,16 @@ def _unwatched(scale: Scale, task: str, what: str, given: dict[str, Any], rest: 
     that goes on while the device stands still has made none of them.
     """
     watch = Watch(scale.is_gpu)
-    spread = _ddp_alone(scale) if DDP in rest else contextlib.nullcontext()
-    memory = _memory(watch) if MEMORY in rest else contextlib.nullcontext()
     handle = register_optimizer_step_post_hook(watch.after_step)
     try:
-        with (
-            mock.patch.object(loader, "prepared", watch.prepared), new_run(scale, task, given) as run, spread, memory,
-        ):  # fmt: skip
+        with contextlib.ExitStack() as held:
+            held.enter_context(mock.patch.object(loader, "prepared", watch.prepared))
+            run = held.enter_context(new_run(scale, task, given))
+            for strategy, words in SPREAD.items():
+                if words in rest:
+                    held.enter_context(alone(scale, strategy))
+            if MEMORY in rest:
+                watch.memory = held.enter_context(snapshots())
             train_here(run)
     finally:
         handle.remove()

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ import torch
 
 from tests.gpu import __main__ as proof
 from tests.gpu import apart, exact, harness, ranks, steps
-from tests.gpu.harness import FAILED, UNCHECKED, Case, Row, Scale
+from tests.gpu.harness import FAILED, FIGURE, UNCHECKED, Case, Row, Scale
 from train.errors import Refused
 from train.launcher import checks
 from train.launcher.request import Request
@@ -93,6 +94,40 @@ def test_what_was_left_out_for_lack_of_time_has_a_code_of_its_own(found: list[Ro
     assert proof.Found({}, "cuda", False, rows=found).code() == code
 
 
+@pytest.mark.parametrize("parts,gpus,minutes,ends", [
+    (("steps", "inputs"), 1, None, (54, 72)), (("recovery", "speed"), 1, None, (102, 300)),
+    (("recovery", "speed"), 1, 2.5, (51, 150)), (("ranks",), 4, None, (240,)),
+])  # fmt: skip
+def test_each_part_has_its_share_of_the_time(
+    parts: tuple[str, ...], gpus: int, minutes: float | None, ends: tuple[float, ...]
+) -> None:
+    found = proof.time_limits(parts, gpus, 100.0, minutes)
+    assert [*found] == [*parts] and [*found.values()] == pytest.approx([100.0 + end for end in ends])
+
+
+def test_a_part_whose_time_is_over_is_left_out_and_the_next_is_made(
+    scale: Scale, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Ended(Exception):
+        pass
+
+    def leave(code: int) -> None:
+        raise Ended(code)
+
+    cases = [("steps", Case("a", Row, ("a", "made"))), ("inputs", Case("b", Row, ("b", "made")))]
+    for name in ("end_with_parent", "zygote"):
+        monkeypatch.setattr(apart, name, lambda *_: None)
+    for name in ("setsid", "dup2"):
+        monkeypatch.setattr(apart.os, name, lambda *_: None)
+    monkeypatch.setattr(apart, "cases", lambda *_: cases)
+    monkeypatch.setattr(apart, "_leave", leave)
+    here, there = Pipe(duplex=False)
+    with pytest.raises(Ended, match="0"):
+        apart.serve(there, scale, {"steps": time.monotonic() - 1, "inputs": time.monotonic() + 60}, 0)
+    rows = [message for _ in range(4) if isinstance(message := here.recv(), Row)]
+    assert [(row.what, row.verdict, row.late) for row in rows] == [("a", UNCHECKED, True), ("b", FIGURE, False)]
+
+
 @pytest.mark.parametrize("error,verdict", [
     (torch.OutOfMemoryError("CUDA out of memory"), UNCHECKED), (RuntimeError("CUDA error"), FAILED),
 ])  # fmt: skip
@@ -148,12 +183,12 @@ def test_ddp_of_one_rank_is_that_of_a_run_of_several(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(ddp.DDPModule, "forward", seen)
     cases = {case.what.partition(": ")[2]: case for case in steps.part(Scale("cpu", True, 0, tmp_path))}
-    (row,) = cases[f"gpt, bf16, {steps.DDP}"].rows()
+    (row,) = cases[f"gpt, bf16, {steps.SPREAD['ddp']}"].rows()
     assert row.verdict == UNCHECKED and len(used) > steps.LAST
 
 
 @pytest.mark.parametrize("kind,tasks", [
-    (exact, {"fake", "resnet", "gpt", "own"}), (ranks, {"gpt"}),
+    (exact, {"resnet", "gpt", "own"}), (ranks, {"gpt"}),
 ])  # fmt: skip
 def test_runs_are_asked_for_as_a_gpu_has_them_in_flags_that_a_run_takes(
     scale: Scale, monkeypatch: pytest.MonkeyPatch, kind: Any, tasks: set[str]
@@ -172,10 +207,10 @@ def test_runs_are_asked_for_as_a_gpu_has_them_in_flags_that_a_run_takes(
 
     for module in (exact, ranks):
         monkeypatch.setattr(module, "compare", note)
-    for name in ("_collective", "ordered_on_one"):
-        monkeypatch.setattr(ranks, name, lambda *_: Row("", ""))
+        monkeypatch.setattr(module, "ordered_on_one", lambda *_: Row("", ""))
+    monkeypatch.setattr(ranks, "_collective", lambda *_: Row("", ""))
     monkeypatch.setattr(exact, "no_compiler", lambda _: "")
-    for case in kind.part(Scale("cuda", False, 4, scale.folder)):
+    for case in kind.part(Scale("cuda", False, 1 if kind is exact else 4, scale.folder)):
         list(case.rows())
     for (task, *_), texts in asked.items():
         file = harness.TASKS / f"{task}.py"
