@@ -54,7 +54,9 @@ def parts(model, batch):
     """Return reconstruction loss and divergence from the prior, in nats per scan. Their sum is the negative ELBO."""
     (scans,) = batch
     logits, mean, log_variance = model(scans)
-    reconstruction = -Binomial(16, logits=logits).log_prob(16 * scans).sum() / len(scans)
+    # a check of the arguments would wait for the GPU in each step
+    scan = Binomial(16, logits=logits, validate_args=False)
+    reconstruction = -scan.log_prob(16 * scans).sum() / len(scans)
     divergence = (mean.square() + log_variance.exp() - 1 - log_variance).sum(1).mean() / 2
     return reconstruction, divergence
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,10 +16,14 @@ from tests.train.conftest import Station
 class GpuStation(Station):
     """A folder to work in, on a machine with GPUs; what processes do with these is in a log."""
 
-    def __init__(self, folder: Path, gpus: int) -> None:
+    def __init__(self, folder: Path, gpus: int, **options: Any) -> None:
+        """
+        Args:
+            options: of standin.environment.
+        """
         super().__init__(folder)
-        self.cards, self.log = Cards(folder, gpus), folder / "calls"
-        self.more = standin.environment(self.cards, log=self.log) | {"STANDIN_PATIENCE": "90"}
+        self.cards, self.log = Cards(folder, gpus, **options.pop("cards", {})), folder / "calls"
+        self.more = standin.environment(self.cards, log=self.log, **options) | {"STANDIN_PATIENCE": "90"}
 
     def calls(self, *first: str) -> dict[int, list[str]]:
         """The calls in the log, by process, in order: those that begin with these words."""

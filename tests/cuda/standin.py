@@ -48,7 +48,7 @@ def environment(
     return {
         "LD_PRELOAD": ":".join(str(folder / library) for library in LIBRARIES),
         "TRITON_LIBCUDA_PATH": str(folder),
-        "PYTORCH_NO_CUDA_MEMORY_CACHING": "" if caching else "1",
+        "PYTORCH_NO_CUDA_MEMORY_CACHING": str(int(not caching)),
         **gpus.environment,
         "STANDIN_LOG": str(log or ""),
         "STANDIN_SPIN": str(spin),
