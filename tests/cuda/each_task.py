@@ -1,39 +1,71 @@
-"""python -m tests.cuda.each_task FOLDER TASK[,FIELD=VALUE…]…: train each task a little, and print how each ended.
+"""python -m tests.cuda.each_task FOLDER WORD…: train tasks a little on the stand-in's GPU, and print how each ended.
 
-All in one process, which imports torch once.
+A word is TASK[,FIELD=VALUE…]. All are trained in this process, which imports torch once. With EACH_TASK_WATCH=1 a wait
+for the device that torch knows of is an error in some steps of each (WATCHED). All waits in these steps are in the log
+of the driver, between the lines "PID steps begin" and "PID steps end".
 """
 
 from __future__ import annotations
 
+import os
 import sys
 import traceback
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
-from tests.gpu.harness import Scale, train_here
+import torch
+
+from tests.gpu.harness import train_here
 from train.launcher import checks
 from train.launcher.request import Request
 from train.run import folders
+from train.trainer.train import Loop
 
 FLAGS = {
-    "device": "cuda", "steps": "2", "log.tensorboard": "false", "data.workers": "0", "checkpoint.every_minutes": "0",
-    "eval.limit_batches": "1",
+    "device": "cuda", "log.tensorboard": "false", "data.workers": "0", "checkpoint.every_minutes": "0",
+    "checkpoint.asynchronous": "false",
 }  # fmt: skip
+WATCHED = range(3, 6)
+"""In the first two steps of an attempt the program waits on purpose: to see whether a forward changes the model."""
+_step = Loop.step
 
 
 def main() -> None:
     folder = Path(sys.argv[1])
     for number, word in enumerate(sys.argv[2:]):
         task, *fields = word.split(",")
+        note(f"task {number}")
         try:
-            flags = FLAGS | dict(field.split("=", 1) for field in fields)
-            prepared = checks.prepare(Request(task, flags, ranks=1))
-            train_here(
-                folders.create(Scale("cuda", True, 1, folder).folder, f"run{number}", prepared.files, prepared.record)
-            )
-            print(f"ended {Path(task).stem}: finished", flush=True)
+            prepared = checks.prepare(Request(task, FLAGS | dict(field.split("=", 1) for field in fields), ranks=1))
+            run = folders.create(folder, f"run{number}", prepared.files, prepared.record)
+            with mock.patch.object(Loop, "step", watched_step):
+                train_here(run)
+            end = "finished"
         except Exception as error:
             traceback.print_exc()
-            print(f"ended {Path(task).stem}: {str(error).splitlines()[0]}", flush=True)
+            end = str(error).splitlines()[0]
+        print(f"\nended {number}: {end}", flush=True)
+
+
+def watched_step(loop: Any) -> None:
+    """Make a step of training; in the place of Loop.step."""
+    if loop.done + 1 not in WATCHED or os.environ.get("EACH_TASK_WATCH") != "1":
+        _step(loop)
+        return
+    note("steps begin")
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        _step(loop)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+        note("steps end")
+
+
+def note(text: str) -> None:
+    """Write a line into the log of the driver."""
+    with Path(os.environ["STANDIN_LOG"]).open("a") as log:
+        log.write(f"{os.getpid()} {text}\n")
 
 
 if __name__ == "__main__":

@@ -18,10 +18,10 @@ from torchvision.io import write_jpeg
 
 from tests.cuda import standin
 from tests.cuda.conftest import GpuStation
+from tests.cuda.tasks import ROOT, trained, word
 
 pytestmark = [pytest.mark.minutes, pytest.mark.skipif(bool(standin.lacks()), reason=standin.lacks())]
 
-ROOT = Path(__file__).parents[2]
 BATCH, SIZE = 16, 96
 PICTURES = BATCH * 3 * SIZE * SIZE * 4
 """Bytes of a micro batch: more than 1 MiB, so that a stream of its own copies it."""
@@ -156,18 +156,6 @@ def test_no_step_of_the_proof_waits_for_the_device(steps: list[dict[str, Any]]) 
     assert [row for row in steps if row["verdict"] != "ok"] == []
 
 
-def trained(folder: Path, *tasks: str, **options: Any) -> dict[str, str]:
-    """How each task ended, by its name."""
-    environment = os.environ | standin.environment(log=folder / "calls", **options)
-    command = [sys.executable, "-m", "tests.cuda.each_task", str(folder), *tasks]
-    done = subprocess.run(
-        command, env=environment, cwd=ROOT, capture_output=True, text=True, errors="replace", check=False
-    )
-    ended = re.findall(r"^ended (\S+): (.*)$", done.stdout, re.MULTILINE)
-    assert len(ended) == len(tasks), done.stdout + done.stderr
-    return dict(ended)
-
-
 def test_no_example_and_no_built_in_task_has_an_operation_that_is_not_deterministic(tmp_path: Path) -> None:
     """torch refuses one on the host, whatever the device computes. With two steps and an evaluation of each."""
     for file in ("train/a/1", "train/a/2", "train/b/1", "train/b/2", "val/a/1", "val/b/1"):
@@ -175,12 +163,14 @@ def test_no_example_and_no_built_in_task_has_an_operation_that_is_not_determinis
         path.parent.mkdir(parents=True, exist_ok=True)
         write_jpeg(torch.randint(256, (3, 48, 48), dtype=torch.uint8), str(path))
     (tmp_path / "pooled.py").write_text(POOLED)
+    common = {"steps": 2, "eval.limit_batches": 1}
     tasks = [f"examples/{path.name}" for path in sorted((ROOT / "examples").glob("*.py"))]
     assert len(tasks) > 5
     tasks = [f"{task},data.root=docs" if "char_gpt" in task else task for task in tasks]
     tasks += ["digits", "fake", "text,data.root=docs,task.width=32,task.layers=2,task.heads=2,task.context=32"]
     tasks += [f"images,data.root={tmp_path / 'pictures'},task.size=32,batch_size=2"]
-    ended = trained(tmp_path, *tasks, f"{tmp_path / 'pooled.py'}")
+    found = trained(tmp_path, *(word(task, common) for task in (*tasks, f"{tmp_path / 'pooled.py'}")))
+    ended = {task: end for task, (end, _) in zip((*tasks, "pooled"), found, strict=True)}
     assert "adaptive_avg_pool2d_backward_cuda has no deterministic implementation" in ended.pop("pooled")
     assert {task: end for task, end in ended.items() if end != "finished"} == {}
 

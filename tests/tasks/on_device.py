@@ -1,4 +1,4 @@
-"""A task for a GPU that is not there: tests/train/absent.py."""
+"""A small task with all that a step on a GPU may do, and with waits for the GPU on request."""
 
 from __future__ import annotations
 
@@ -14,8 +14,6 @@ from torch.utils.data import Dataset, TensorDataset
 class Settings:
     counted: bool = False
     """The loss is (total, count)."""
-    half: str = ""
-    """The type that it is computed in, as autocast would."""
     bad: str = ""
     """Samples of the training set that cannot be read."""
     fault: str = ""
@@ -78,8 +76,6 @@ def loss(model: nn.Module, batch: Any) -> Any:
     scores = model(pictures)
     if model.training and settings.fault:
         scores = scores + _FAULTS[settings.fault](scores)
-    if settings.half:
-        scores = scores.to(getattr(torch, settings.half))
     if settings.counted:
         each = nn.functional.cross_entropy(scores, labels, reduction="none")
         return (each * (labels > 0)).sum(), (labels > 0).sum()
