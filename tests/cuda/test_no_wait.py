@@ -22,6 +22,7 @@ _MICROS = {(m.step, m.number): m.indices.tolist() for m in micro_batches_of(Plan
 BAD = [_MICROS[3, 0][0], *_MICROS[3, 1], *_MICROS[4, 0], *_MICROS[4, 1]]
 """Of the fourth step a sample and the second micro batch, and all of the fifth."""
 SKIP = {"data.on_error": "skip", "task.bad": " ".join(map(str, BAD))}
+# not with ordered sums: they add the number of samples on the device, where it stays 0, which ends the run
 CASES: dict[str, dict[str, Any]] = {
     "fp32": {},
     "tf32 decays in steps": {"precision": "tf32", "schedule.decay": "step", "optim.name": "adamw"},
@@ -36,8 +37,6 @@ CASES: dict[str, dict[str, Any]] = {
     "data on the device": {"data.on_device": "true"},
     "bad samples": SKIP,
     "bad samples in fp16": SKIP | {"precision": "fp16", "optim.name": "adamw"},
-    # the number of samples is summed on the device, where it stays 0: five steps in a row would end the run
-    "bad samples in order": SKIP | {"parallel.reduce": "ordered", "steps": 4},
 }
 FAULTS = ["item", "bool", "tensor", "copy", "pinned", "back", "index"]
 OWN = """
