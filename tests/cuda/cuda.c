@@ -1167,6 +1167,24 @@ CUresult cuMemUnmap(CUdeviceptr start, size_t size)
     return CUDA_SUCCESS;
 }
 
+CUresult cuMemSetAccess(CUdeviceptr start, size_t size, const CUmemAccessDesc *access, size_t count)
+{
+    (void)start, (void)size, (void)access, (void)count;
+    return CUDA_SUCCESS;
+}
+
+/* torch looks all of these up by name before it uses any: to share memory between processes, and NVLink's multicast. */
+#define UNSUPPORTED(name) \
+    CUresult unsupported_##name(void) __asm__(#name); \
+    CUresult unsupported_##name(void) { return CUDA_ERROR_NOT_SUPPORTED; }
+UNSUPPORTED(cuMemExportToShareableHandle)
+UNSUPPORTED(cuMemImportFromShareableHandle)
+UNSUPPORTED(cuMemsetD32Async)
+UNSUPPORTED(cuStreamWriteValue32)
+UNSUPPORTED(cuMulticastAddDevice)
+UNSUPPORTED(cuMulticastBindMem)
+UNSUPPORTED(cuMulticastCreate)
+
 /* --- cuBLAS, cuDNN -------------------------------------------------------------------------------------------------*/
 
 /* Handles, layouts and the like are never read here: any address will do. */

@@ -176,18 +176,18 @@ def test_no_example_and_no_built_in_task_has_an_operation_that_is_not_determinis
 
 
 def test_a_full_device_halves_the_micro_batch(tmp_path: Path) -> None:
+    """torch's allocator, with segments that grow, tells a full device as on a GPU. Its memory is not all zeros: the
+    training afterwards may fail by a value that is not finite."""
     machine = GpuStation(tmp_path, 1, caching=True, cards={"size": 100 << 20})
     try:
-        machine.ok(
+        done = machine(
             "run", "fake", "--name", "one", "--device", "cuda", "--batch_size", 512, "--micro_batch_size", "auto",
-            "--task.size", 64, "--task.count", 512, "--steps", 2, "--data.workers", 0,
+            "--task.size", 64, "--task.count", 512, "--steps", 1, "--data.workers", 0, "--eval.every_epochs", 0,
         )  # fmt: skip
-        size = int(
-            re.findall(r"^micro_batch_size = (\d+)", (machine.runs / "one" / "config.toml").read_text(), re.M)[0]
-        )
-        assert size in (16, 32, 64, 128, 256)
-        assert machine.calls("full")
-        assert machine.record("one")["state"] == "finished"
+        said = re.search(r"halved until it fits; (\d+) did not: OutOfMemoryError", done.stdout + done.stderr)
+        assert said is not None, done.stdout + done.stderr
+        config = (machine.runs / "one" / "config.toml").read_text()
+        assert f"\nmicro_batch_size = {int(said[1]) // 2}\n" in config and int(said[1]) < 512
     finally:
         machine.close()
 
