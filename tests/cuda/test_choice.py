@@ -23,7 +23,7 @@ VISIBLE = "CUDA_VISIBLE_DEVICES"
         (["--gpus", "3,1"], None, [3, 1]),
         (["--gpus", "2,"], None, [2]),
         (["--nproc", "auto"], "2,3", [2, 3]),
-        (["--gpus", "1,"], f"{uuid(3)},{uuid(1)}", [1]),
+        (["--gpus", "0,"], f"{uuid(3)},{uuid(1)}", [3]),
     ],
     ids=lambda value: str(value).replace(uuid(3), "UUID").replace(uuid(1), "UUID"),
 )
