@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -93,18 +93,20 @@ def no_compiler(scale: Scale) -> str:
 
 def compare(
     scale: Scale, task: str, what: str, flags: dict[str, Any], ranks: int = 1,
-    caches: tuple[dict[str, str], dict[str, str]] = ({}, {}),
+    caches: tuple[dict[str, str], dict[str, str]] = ({}, {}), changes: Sequence[str] = (),
 ) -> Row:  # fmt: skip
     """An undisturbed run beside one that is killed and resumed.
 
     Args:
         caches: where the compiler keeps what it has made, before the kill and after it.
+        changes: what is different in the ranks; see in_rank.py.
     """
     with new_run(scale, task, flags, ranks) as run:
-        whole = train_forked(run, ranks, environment=caches[0])
+        whole = train_forked(run, ranks, environment=caches[0], changes=changes)
     with new_run(scale, task, flags, ranks) as run:
-        killed = train_forked(run, ranks, f"step:{KILLED}:kill", caches[0])
-        resumed = train_forked(run, ranks, environment=caches[1]) if killed["state"] == states.INTERRUPTED else killed
+        resumed = killed = train_forked(run, ranks, f"step:{KILLED}:kill", caches[0], changes=changes)
+        if killed["state"] == states.INTERRUPTED:
+            resumed = train_forked(run, ranks, environment=caches[1], changes=changes)
     for record, name in ((whole, "undisturbed"), (resumed, "killed and resumed")):
         if record["state"] != states.FINISHED:
             return Row(what, f"{name}, it is {record['state']}: {reason(record)}", FAILED)

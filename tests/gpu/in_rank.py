@@ -6,6 +6,7 @@ A zygote that is asked for such ranks forks them as always; `begin` is called th
 from __future__ import annotations
 
 import importlib
+import os
 from collections.abc import Sequence
 from typing import Any
 from unittest import mock
@@ -13,9 +14,9 @@ from unittest import mock
 from train.parallel import devices
 from train.supervise.zygote import Zygote
 
-ONE_CARD, SNAPSHOTS = "one card", "snapshots all the time"
-"""The changes: all ranks on the first GPU, over gloo, since NCCL refuses two ranks on one card; a new snapshot as soon
-as the one before is there."""
+ONE_CARD, OVER_NCCL, SNAPSHOTS = "one card", "one card over NCCL", "snapshots all the time"
+"""The changes: all ranks on the first GPU, over gloo, since NCCL refuses two ranks on one card; the same over NCCL,
+which takes each rank for a machine of its own; a new snapshot as soon as the one before is there."""
 
 
 class Forking:
@@ -34,8 +35,11 @@ class Forking:
 
 def begin(changes: list[str], function: str, arguments: list[Any], files: list[int]) -> None:
     """Be a rank, with these changes."""
+    if OVER_NCCL in changes:
+        # NCCL compares cards within a host only; between hosts it uses sockets
+        os.environ |= {"NCCL_HOSTID": f"rank{os.environ['RANK']}", "NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"}
     if ONE_CARD in changes:
-        _share_the_card()
+        _share_the_card("nccl" if OVER_NCCL in changes else "gloo")
     if SNAPSHOTS in changes:
         from train.checkpoint import snapshot
 
@@ -44,7 +48,7 @@ def begin(changes: list[str], function: str, arguments: list[Any], files: list[i
     getattr(importlib.import_module(module), name)(*arguments, files)
 
 
-def _share_the_card() -> None:
+def _share_the_card(transport: str) -> None:
     import torch.distributed as dist
 
     from train.trainer import setup
@@ -52,7 +56,7 @@ def _share_the_card() -> None:
     join = dist.init_process_group
 
     def joined(backend: str, **given: Any) -> None:
-        join(backend.replace("nccl", "gloo"), **given)
+        join(backend.replace("nccl", transport), **given)
 
     mock.patch.object(dist, "init_process_group", joined).start()
     mock.patch.object(setup, "pick_device", first_device).start()

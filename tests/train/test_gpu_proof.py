@@ -95,8 +95,8 @@ def test_what_was_left_out_for_lack_of_time_has_a_code_of_its_own(found: list[Ro
 
 
 @pytest.mark.parametrize("parts,gpus,minutes,ends", [
-    (("steps", "inputs"), 1, None, (54, 72)), (("recovery", "speed"), 1, None, (102, 300)),
-    (("recovery", "speed"), 1, 2.5, (51, 150)), (("ranks",), 4, None, (240,)),
+    (("steps", "inputs"), 1, None, (54, 72)), (("recovery", "speed", "ranks"), 1, None, (90, 264, 300)),
+    (("recovery", "ranks"), 1, 7, (300, 420)), (("ranks",), 4, None, (240,)),
 ])  # fmt: skip
 def test_each_part_has_its_share_of_the_time(
     parts: tuple[str, ...], gpus: int, minutes: float | None, ends: tuple[float, ...]
