@@ -158,8 +158,9 @@ def pinned(items: Iterator[Any], device: torch.device, has_workers: bool) -> Ite
     if device.type != "cuda":
         return items
 
-    def pin(item: Any) -> Any:
-        return mapped(item, _pin)
+    def pin(item: tuple[Any, Any, Any]) -> tuple[Any, Any, Any]:
+        micro, batch, bad = item
+        return micro, mapped(batch, _pin), bad
 
     if not has_workers:
         return map(pin, items)

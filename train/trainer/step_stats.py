@@ -65,22 +65,27 @@ class StepStats:
         """Add the loss of a micro batch."""
         self.counts_itself |= loss.counts_itself
         count = loss.counted()
-        total = self._product(loss) if self._is_host else loss.total(self._dtype)
         if self._parts is not None:
-            self._parts[number, 0] = total
+            self._parts[number, 0] = self._total(loss)
             _put(self._parts[number, 1], count)
         else:
+            cell = self._cells[LOSS]
             if self._has_loss:
-                self._cells[LOSS].add_(total)
+                cell.add_(self._total(loss))
+            elif not self._is_host and loss.value.dtype == self._dtype:
+                torch.mul(loss.value.detach(), loss.weight, out=cell)  # one kernel instead of two
             else:
-                _put(self._cells[LOSS], total)
+                _put(cell, self._total(loss))
             self._filled[LOSS] = None
             # the first of several may be a number and the next a tensor
             self._count = self._count + (count.to(self._dtype) if isinstance(count, Tensor) else count)
         self._has_loss = True
 
-    def _product(self, loss: Figure) -> float:
-        """`loss.total` on the host: rounded once, to the same bits, in a third of the time (4 us less)."""
+    def _total(self, loss: Figure) -> Tensor | float:
+        """Return `loss.total`. On the host it is a number: rounded once, to the same bits, in a third of the time (4 us
+        less)."""
+        if not self._is_host:
+            return loss.total(self._dtype)
         total = loss.value.item() * loss.weight
         return math.copysign(math.inf, total) if abs(total) > self._largest else total  # torch refuses to fill it in
 
@@ -130,14 +135,25 @@ class Readback(Generic[T]):
     def __init__(self, device: torch.device) -> None:
         self._lag = 1 if device.type == "cuda" else 0
         self._pending: collections.deque[tuple[T, Tensor, Any]] = collections.deque()
+        self._free: list[tuple[Tensor, Any]] = []
+        """Pinned tensors and events for reuse: making them costs more than the copy."""
 
     def put(self, step: T, sums: Tensor) -> None:
         event = None
         if self._lag:
-            sums = torch.empty(sums.shape, dtype=sums.dtype, pin_memory=True).copy_(sums, non_blocking=True)
-            event = torch.cuda.Event()
+            place, event = self._place(sums)
+            place.copy_(sums, non_blocking=True)
             event.record()
+            sums = place
         self._pending.append((step, sums, event))
+
+    def _place(self, sums: Tensor) -> tuple[Tensor, Any]:
+        """Return a pinned tensor for sums, and an event."""
+        if self._free:
+            place, event = self._free.pop()
+            if place.shape == sums.shape and place.dtype == sums.dtype:  # a norm is logged in some steps only
+                return place, event
+        return torch.empty(sums.shape, dtype=sums.dtype, pin_memory=True), torch.cuda.Event()
 
     def take(self, everything: bool) -> Iterator[tuple[T, list[dict[str, float]]]]:
         """Yield the sums that can be read by now: for each update of a step, by the names of STATS, with grad_norm if
@@ -151,5 +167,7 @@ class Readback(Generic[T]):
             if event is not None:
                 event.synchronize()
             found = sums.tolist()
+            if event is not None:
+                self._free.append((sums, event))
             rows = found if sums.dim() > 1 else [found]
             yield step, [dict(zip(_READ, row, strict=False)) for row in rows]

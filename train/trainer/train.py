@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import math
 from dataclasses import dataclass
 from typing import NamedTuple, cast
@@ -93,6 +94,8 @@ def train(job: Job, done: int) -> Done:
                 job.saver.wait()
             job.loggers.times(loop.times())
             raise
+        finally:
+            gc.unfreeze()
     return Done(loop.done, loop.is_stopping and not loop.is_complete, loop.early_reason, loop.times())
 
 
@@ -181,6 +184,9 @@ class Loop:
         job.heart.beat(heartbeat.TRAINING, self.done)
         job.saver.prepare(job.state)
         self.readback.put(_Step(self.done, rate, samples, any(left_out)), sums)
+        if self.done - self._begun == CHECKED_STEPS:  # what is alive now lasts: do not search it for garbage again
+            gc.collect()
+            gc.freeze()
 
     def read_stats(self, everything: bool) -> bool:
         """Read the stats of the steps that can be read by now. Returns whether a rank asks for a checkpoint in them.

@@ -61,7 +61,8 @@ def test_what_is_on_a_gpu_already_is_not_pinned() -> None:
     with FakeTensorMode():
         there = torch.empty(3, device="cuda")
         packed = PackedSequence(there, torch.ones(3, dtype=torch.int64))
-        batch = next(pinned(iter([{"x": there, "more": (packed, "text")}]), torch.device("cuda"), has_workers=False))
+        given = {"x": there, "more": (packed, "text")}
+        _, batch, _ = next(pinned(iter([(0, given, [])]), torch.device("cuda"), has_workers=False))
     assert batch["x"] is there and batch["more"][0] is packed
 
 
@@ -119,7 +120,8 @@ def test_a_batch_is_of_the_same_kinds_as_without_pinning(monkeypatch: pytest.Mon
         points, (points, [points, (1, "x", None)]), Pair(points, (points,)), counted, range(3), np.zeros(2), Own(),
         pack_sequence([points]), collections.deque([1]),
     )  # fmt: skip
-    (moved,) = pinned(iter([collections.UserDict(a=[points])]), torch.device("cuda"), has_workers=False)
+    given = (0, collections.UserDict(a=[points]), [])
+    ((_, moved, _),) = pinned(iter([given]), torch.device("cuda"), has_workers=False)
     assert type(moved) is collections.UserDict and found.pop() is points
     (same,) = pinned(iter([(0, batch, [])]), torch.device("cuda"), has_workers=False)
     assert _kinds(same) == _kinds((0, batch, []))
