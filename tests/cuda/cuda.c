@@ -786,8 +786,13 @@ static char place(const void *pointer, size_t size)
     pthread_mutex_lock(&lock);
     Block *block = found(pointer, 1);
     char letter = !block ? 'h' : block->kind == ON_DEVICE ? 'd' : 'p';
-    if (block && block->kind == ON_DEVICE && (const char *)pointer + size > block->start + block->size)
-        letter = 0;
+    for (const char *end = (const char *)pointer + size; letter == 'd' && block->start + block->size < end;) {
+        Block *next = found(block->start + block->size, 1); /* of a segment that has grown: mapped behind it */
+        if (!next || next->kind != ON_DEVICE || next->device != block->device)
+            letter = 0;
+        else
+            block = next;
+    }
     pthread_mutex_unlock(&lock);
     return letter;
 }
