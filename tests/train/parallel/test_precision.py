@@ -110,7 +110,7 @@ def test_a_run_of_tf32_goes_on_where_there_is_none_in_fp32_and_is_never_chosen_f
     """One command moves a run to the CPU whose GPUs are gone."""
     task = tmp_path / "task.py"
     task.write_text(engine.task.read_text() + '\nDEFAULTS = {"precision": "tf32"}\n')  # nobody asks for it by hand
-    engine.run("whole", task=engine.task)
+    engine.run("stayed", task=engine.task)
     assert engine.run("moved", script=["4 0 SIGTERM"], task=task)["state"] == "stopped"
     config = engine.station.run("moved").folder / "config.toml"
     config.write_text(config.read_text().replace('device = "cpu"', 'device = "cuda"'))
@@ -120,7 +120,7 @@ def test_a_run_of_tf32_goes_on_where_there_is_none_in_fp32_and_is_never_chosen_f
     assert warnings == ["precision tf32 needs a GPU, so this run computes in fp32 here"]
     assert engine.resume("moved", device="cpu")["state"] == "finished"
     assert 'precision = "tf32"' in config.read_text()
-    assert engine.outcome("moved") == engine.outcome("whole")
+    assert engine.outcome("moved") == engine.outcome("stayed")
     with pytest.raises(Refused, match="precision was tf32 and is auto now"):
         engine.resume("moved", precision="auto")
     with pytest.raises(Refused, match="--precision auto does not work for a fork; give tf32, or another one"):
