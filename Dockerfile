@@ -94,8 +94,8 @@ RUN useradd --create-home --uid 1000 --user-group --shell /bin/bash --comment "w
     # No password matches a star. The exclamation mark that useradd leaves would lock the account for keys too.
     usermod -p '*' dev; \
     mkdir -p /workspace /datasets /etc/trainstation/hostkeys /opt/trainstation/checkout; \
-    # trainstation.pth puts this link to the mounted package on Python's path.
-    ln -s /workspace/train /opt/trainstation/checkout/train; \
+    # trainstation.pth puts these links to the mounted package on Python's path.
+    ln -s /workspace/train /workspace/trainstation /opt/trainstation/checkout/; \
     mkdir -m 700 /etc/trainstation/private; \
     # /etc/gitconfig lets git work in /workspace, whoever owns it. Root is excluded: it would run dev's hooks there.
     printf '[safe]\n\tdirectory =\n' >/root/.gitconfig; \
@@ -103,6 +103,7 @@ RUN useradd --create-home --uid 1000 --user-group --shell /bin/bash --comment "w
 COPY docker/rootfs/ /
 COPY entrypoint.sh /usr/local/bin/entrypoint
 COPY train/ /opt/trainstation/train/
+COPY trainstation/ /opt/trainstation/trainstation/
 # No program may give its caller the rights of another user or group, or a capability. Nothing here needs that, and a
 # program with a capability that the container lacks does not even start. (The stage above has set pipefail.)
 # hadolint ignore=DL4006

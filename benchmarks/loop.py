@@ -36,7 +36,7 @@ from train.signals import StopRequest
 from train.supervise.attempts import Supervisor
 from train.supervise.decide import LaunchMode
 from train.supervise.ranks import Ranks
-from train.supervise.zygote import CHECKS, RANKS, acquire
+from train.zygote.client import CHECKS, RANKS, acquire
 
 TENSORS, LOADER, TRAIN = "a loop that indexes tensors", "a loop on DataLoader", "train"
 

@@ -29,7 +29,7 @@ from train.launcher import tmux
 from train.launcher.request import LaunchRequest
 from train.launcher.stopping import stop_and_wait
 from train.run import run_folder, states
-from train.supervise.zygote import lives
+from train.zygote.client import lives
 
 RANKS, SAVE_EVERY = 2, 50
 PATIENCE = 120.0

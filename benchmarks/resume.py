@@ -20,6 +20,8 @@ import torch
 
 from benchmarks import command, virtual
 from train import hash_seed
+from train.build import objects
+from train.build.optimizer import make_optimizer
 from train.checkpoint.save import Saver
 from train.checkpoint.state_dict import TrainState
 from train.errors import EXIT_FINISHED
@@ -33,9 +35,7 @@ from train.signals import StopRequest
 from train.supervise.attempts import Supervisor
 from train.supervise.decide import LaunchMode
 from train.supervise.ranks import Ranks
-from train.supervise.zygote import CHECKS, RANKS, Zygote, acquire
-from train.trainer import build
-from train.trainer.optimizer import make_optimizer
+from train.zygote.client import CHECKS, RANKS, Zygote, acquire
 
 BATCH = 1000
 
@@ -76,9 +76,9 @@ def _placed(runs: Path, samples: int, step: int) -> Run:
     }  # fmt: skip
     prepared = checks.prepare(Request(virtual.__file__, flags))
     run = folders.create(runs, f"at-{step}", prepared.files, prepared.record)
-    task = build.task_of(run)
-    config = build.config_of(run, task)
-    model = build.make_model(task, config)
+    task = objects.task_of(run)
+    config = objects.config_of(run, task)
+    model = objects.make_model(task, config)
     cpu = torch.device("cpu")
     state = TrainState(model, make_optimizer(task, model, config), Precision("fp32", cpu))
     Saver(run, World(0, 1, 0, cpu), config, 1, lambda step: None).save(step, state, {})

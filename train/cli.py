@@ -11,11 +11,10 @@ import signal
 import sys
 from typing import NoReturn
 
-import train
-from train import caches, hash_seed, screen
-from train.commands import COMMANDS, GROUPS
-from train.errors import EXIT_FINISHED, EXIT_INTERRUPTED, EXIT_REFUSED, Refused, nearest, of_encoding, of_system
-from train.parallel.rank_env import is_under_torchrun
+from . import __version__, caches, hash_seed, screen
+from .commands import COMMANDS, GROUPS
+from .errors import EXIT_FINISHED, EXIT_INTERRUPTED, EXIT_REFUSED, Refused, nearest, of_encoding, of_system
+from .parallel.rank_env import is_under_torchrun
 
 _COMPUTING = ("eval", "export")
 """Commands that execute the code of a task in this process. `run` does so too under torchrun."""
@@ -38,7 +37,7 @@ _GONE = "the current folder was removed; go to another one: cd"
 def main(argv: list[str] | None = None) -> NoReturn:
     """Run one command and exit with its code."""
     if "_ARGCOMPLETE" in os.environ:  # no command: the shell asks for completions
-        from train.commands import completion
+        from .commands import completion
 
         completion.answer()
     arguments = sys.argv[1:] if argv is None else argv
@@ -84,25 +83,25 @@ def _main(arguments: list[str]) -> int:
         print(overview())
         return EXIT_FINISHED
     if command == "--version":
-        print(train.__version__)
+        print(__version__)
         return EXIT_FINISHED
     if command not in COMMANDS:
         raise Refused(f"unknown command {command}{nearest(command, COMMANDS, '; see: train --help')}")
     if {"-h", "--help"} & set(rest[: rest.index("--")] if "--" in rest else rest):
-        from train.commands.parser import parser_of
+        from .commands.parser import parser_of
 
         parser_of(command).print_help()
         return EXIT_FINISHED
     if command not in _DETACHED or "--script" in rest:
         return _carry_out(command, runs_first + rest, given)
-    from train.supervise.zygote import starting_early
+    from .zygote.client import starting_early
 
     with starting_early():  # the command reads its request in the meantime
         return _carry_out(command, runs_first + rest, given)
 
 
 def _carry_out(command: str, arguments: list[str], given: list[str]) -> int:
-    from train.commands.parser import parse, parser_of, runs_folder
+    from .commands.parser import parse, parser_of, runs_folder
 
     options = parse(parser_of(command), arguments)
     if command in _STARTING and _is_gone():
@@ -113,10 +112,10 @@ def _carry_out(command: str, arguments: list[str], given: list[str]) -> int:
         caches.provide()
     runs = runs_folder(options.runs)
     if command not in _LOOKING:
-        from train.run import owner
+        from .run import owner
 
         owner.check_runs(runs)
-    module = importlib.import_module(f"train.commands.{command}")
+    module = importlib.import_module(f".commands.{command}", __package__)
     return int(module.run(options, runs))
 
 
@@ -131,7 +130,7 @@ def _is_gone() -> bool:
 
 def overview() -> str:
     """Return the text of `train --help`."""
-    from train.commands.parser import example_text
+    from .commands.parser import example_text
 
     width = max(map(len, COMMANDS))
     lines = ["usage: train COMMAND [--runs DIR] ...", "", "Exact, unkillable, observable training runs.", ""]

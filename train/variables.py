@@ -15,7 +15,7 @@ import struct
 from collections.abc import Mapping, MutableMapping
 from pathlib import Path
 
-from train.errors import Refused
+from .errors import Refused
 
 GLOO, NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
 _SIOCGIFADDR = 0x8915

@@ -17,9 +17,9 @@ import pytest
 import torch
 
 from tests.cuda.conftest import GpuStation
+from train.build.objects import make_model
 from train.checkpoint.state_dict import weights_of, weights_sha256
 from train.launcher.request import Request, resolve
-from train.trainer.build import make_model
 
 pytestmark = pytest.mark.minutes
 

@@ -40,7 +40,7 @@ from train.supervise.attempts import Supervisor, supervise_alone
 from train.supervise.decide import LaunchMode
 from train.supervise.ranks import Ranks
 from train.supervise.worker import run_rank
-from train.supervise.zygote import CHECKS, RANKS, Zygote, acquire
+from train.zygote.client import CHECKS, RANKS, Zygote, acquire
 
 OK, FAILED, BELOW, FIGURE, UNCHECKED = "ok", "FAILED", "below goal", "figure", "not checked"
 TASKS, ROOT = Path(__file__).with_name("tasks"), Path(__file__).parents[2]

@@ -12,7 +12,7 @@ from typing import Any
 from unittest import mock
 
 from train.parallel import devices
-from train.supervise.zygote import Zygote
+from train.zygote.client import Zygote
 
 ONE_CARD, OVER_NCCL, SNAPSHOTS = "one card", "one card over NCCL", "snapshots all the time"
 """The changes: all ranks on the first GPU, over gloo, since NCCL refuses two ranks on one card; the same over NCCL,

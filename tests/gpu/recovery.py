@@ -37,7 +37,7 @@ from train.run import states
 from train.run.run_folder import Run
 from train.supervise.decide import LaunchMode
 from train.supervise.ranks import Ranks
-from train.supervise.zygote import lives
+from train.zygote.client import lives
 
 KILLED = 0.6
 """Of the steps, after which a rank is killed."""

@@ -15,7 +15,7 @@ ROOMS = {
     # workers that import torch.
     "machine": "tests/train/launcher tests/train/run tests/train/test_caches.py "
     "tests/train/data/test_workers.py tests/train/commands/test_bad_input.py tests/train/commands/test_debuggers.py "
-    "tests/train/trainer/test_initial_weights.py",
+    "tests/train/build/test_initial_weights.py",
     "examples": "tests/examples",
 }
 if os.environ.get("TEST_ALL"):

@@ -24,7 +24,7 @@ from train.run.run_folder import Run
 from train.supervise import attempts, decide
 from train.supervise.decide import Facts, LaunchMode
 from train.supervise.ranks import Ranks
-from train.supervise.zygote import CHECKS, RANKS, Zygote, acquire, lives
+from train.zygote.client import CHECKS, RANKS, Zygote, acquire, lives
 
 
 @dataclasses.dataclass

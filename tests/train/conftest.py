@@ -20,10 +20,10 @@ import psutil
 import pytest
 
 from tests.train import forks
+from train.build import cores
 from train.launcher import tmux
 from train.run import states
 from train.run.run_folder import Run
-from train.trainer import cores
 
 pytest.register_assert_rewrite("tests.train.training")
 # how long it takes to think of an example says how busy the machine is

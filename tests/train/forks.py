@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import BinaryIO
 
 from train import hash_seed
-from train.supervise import zygote as zygotes
-from train.supervise.zygote_server import LIBRARIES, READ_AT_LOADING, SIGNALS
+from train.zygote import client as zygotes
+from train.zygote.server import LIBRARIES, READ_AT_LOADING, SIGNALS
 
 IMPORTS = (
     *LIBRARIES, *zygotes.CHECKS, *zygotes.RANKS, "torchvision.datasets", "torchvision.models",

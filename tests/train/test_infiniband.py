@@ -8,7 +8,7 @@ import pytest
 
 from tests.train.verbs import install, plug_in
 from train import infiniband
-from train.supervise import address
+from train.nodes import address
 
 UP, DOWN = "4: ACTIVE", "1: DOWN"
 

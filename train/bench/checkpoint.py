@@ -21,14 +21,14 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
 
-from train.checkpoint.save import Saver
-from train.checkpoint.state_dict import TrainState, size_of, state_of
-from train.config import Config
-from train.parallel.devices import pick_device, take_device
-from train.parallel.precision import Precision
-from train.parallel.world import World
-from train.run.durable import sync
-from train.run.run_folder import Run
+from ..checkpoint.save import Saver
+from ..checkpoint.state_dict import TrainState, size_of, state_of
+from ..config import Config
+from ..parallel.devices import pick_device, take_device
+from ..parallel.precision import Precision
+from ..parallel.world import World
+from ..run.durable import sync
+from ..run.run_folder import Run
 
 
 def bench(folder: Path, megabytes: list[int], times: int = 5, device: str = "cpu") -> str:

@@ -15,8 +15,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from train.bench.compare import measure, torchruns
-from train.parallel.world import World
+from ..parallel.world import World
+from .compare import measure, torchruns
 
 KILOBYTES = (64, 1024, 16384, 65536)
 STEPS = 5

@@ -15,10 +15,10 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing
 
-from train.config import Config
-from train.parallel.devices import pick_device, take_device
-from train.parallel.rank_env import RankEnv, is_under_torchrun, read_rank_env
-from train.parallel.world import World, join
+from ..config import Config
+from ..parallel.devices import pick_device, take_device
+from ..parallel.rank_env import RankEnv, is_under_torchrun, read_rank_env
+from ..parallel.world import World, join
 
 Way = Callable[[World], Callable[[], None]]
 """Makes the step of a way on a rank."""

@@ -18,10 +18,10 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader
 
-from train.bench.compare import quartiles
-from train.data.loader import Loader
-from train.data.plan import Plan, Sharing, micro_batches_of
-from train.launcher.request import Request, resolve
+from ..data.loader import Loader
+from ..data.plan import Plan, Sharing, micro_batches_of
+from ..launcher.request import Request, resolve
+from .compare import quartiles
 
 WIDTH, HEIGHT, QUALITY = 500, 375, 90
 """Size and JPEG quality of the pictures: usual values of ImageNet, whose files of this size have some 110 kB."""
@@ -114,7 +114,7 @@ def reference(folder: Path) -> Callable[[], Iterator[Any]]:
     from torchvision import transforms
     from torchvision.datasets import ImageFolder
 
-    from train.tasks.images import MEAN, STD
+    from ..tasks.images import MEAN, STD
 
     augment = transforms.Compose(
         [

@@ -13,18 +13,19 @@ from pathlib import Path
 
 import numpy as np
 
-from train.errors import Refused
-from train.launcher import checks
-from train.launcher.request import Request
-from train.parallel.rank_env import RankEnv
-from train.run import folders
-from train.run.durable import check_target, published
-from train.run.heartbeat import Heart
-from train.signals import StopRequest
-from train.trainer import build, setup
-from train.trainer.freeze import set_training
-from train.trainer.schedule import rate_scale
-from train.trainer.train import Loop
+from ..build import objects
+from ..build.freeze import set_training
+from ..build.schedule import rate_scale
+from ..errors import Refused
+from ..launcher import checks
+from ..launcher.request import Request
+from ..parallel.rank_env import RankEnv
+from ..run import folders
+from ..run.durable import check_target, published
+from ..run.heartbeat import Heart
+from ..signals import StopRequest
+from ..trainer import setup
+from ..trainer.train import Loop
 
 FIRST, LAST = 1e-7, 10.0
 """Rates of the first and the last step."""
@@ -77,7 +78,7 @@ def measure(folder: Path, request: Request, steps: int) -> tuple[list[float], li
         run = folders.create(Path(name), "lr", prepared.files, record)
         attempt = run.begin_attempt(1)
         heart = Heart(run.logs(attempt) / "rank0.beat")
-        held.enter_context(build.refusing(prepared.task))
+        held.enter_context(objects.refusing(prepared.task))
         job, _ = setup.set_up(run, RankEnv(), attempt, StopRequest(()), False, heart, held)
         peak = float(job.optimizer.param_groups[0]["lr"]) * rate_scale(job.config)
         job.task = dataclasses.replace(

@@ -27,12 +27,12 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
-from train.bench.compare import Way, measure, ratio, torchruns
-from train.config import Config, Parallel
-from train.parallel.choose import make
-from train.parallel.precision import Precision
-from train.parallel.world import World
-from train.trainer.updates import Update
+from ..build.updates import Update
+from ..config import Config, Parallel
+from ..parallel.choose import make
+from ..parallel.precision import Precision
+from ..parallel.world import World
+from .compare import Way, measure, ratio, torchruns
 
 STEPS = 5
 """Number of steps per block."""

@@ -19,7 +19,7 @@ import struct
 import zlib
 from dataclasses import dataclass
 
-from train import faults
+from .. import faults
 
 ENVIRONMENT = "TRAIN_SNAPSHOT"
 """Name of the variable with the address of the buffers for ranks. Without it there are no buffers."""

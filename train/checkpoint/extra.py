@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from train.data.to_device import mapped
-from train.errors import Refused, TrainingFailed, one_line
+from ..data.to_device import mapped
+from ..errors import Refused, TrainingFailed, one_line
 
 AVERAGES, OBJECTS, LOSSES = "ema", "stateful", "losses"
 """Their names in a checkpoint."""

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import set_model_state_dict, set_optimizer_state_dict
 
-from train.checkpoint.extra import LOSSES, OBJECTS, Extra
-from train.checkpoint.state_dict import initialized_state, state_of, without_hooks
-from train.errors import one_line
-from train.run import owner
+from ..errors import one_line
+from ..run import owner
+from .extra import LOSSES, OBJECTS, Extra
+from .state_dict import initialized_state, state_of, without_hooks
 
 _KERNELS = ("fused", "foreach", "capturable", "differentiable")
 """Keys of an optimizer's groups that say how a step is computed. They depend on device and strategy, which a resume may

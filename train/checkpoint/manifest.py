@@ -14,9 +14,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from train.errors import Refused
-from train.run import durable
-from train.run.run_folder import Run
+from ..errors import Refused
+from ..run import durable
+from ..run.run_folder import Run
 
 MANIFEST = "manifest.json"
 FORMAT = 1

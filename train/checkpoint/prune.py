@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import contextlib
 
-from train import faults
-from train.checkpoint.manifest import PARTIAL, clean, newest_valid
-from train.errors import Refused
-from train.run.best import best
-from train.run.run_folder import Run
+from .. import faults
+from ..errors import Refused
+from ..run.best import best
+from ..run.run_folder import Run
+from .manifest import PARTIAL, clean, newest_valid
 
 
 def prune(run: Run, keep: int, metric: str) -> None:

@@ -21,18 +21,18 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 
-from train import faults
-from train.checkpoint.extra import packed
-from train.checkpoint.load import reason_of
-from train.checkpoint.manifest import FORMAT, MANIFEST, PARTIAL, manifest_text, set_aside
-from train.checkpoint.prune import make_room, prune
-from train.checkpoint.staging import Staging
-from train.checkpoint.state_dict import TrainState, size_of
-from train.checkpoint.writer import DurableWriter
-from train.config import SPREAD, Config
-from train.parallel.world import World
-from train.run.durable import sync
-from train.run.run_folder import Run
+from .. import faults
+from ..config import SPREAD, Config
+from ..parallel.world import World
+from ..run.durable import sync
+from ..run.run_folder import Run
+from .extra import packed
+from .load import reason_of
+from .manifest import FORMAT, MANIFEST, PARTIAL, manifest_text, set_aside
+from .prune import make_room, prune
+from .staging import Staging
+from .state_dict import TrainState, size_of
+from .writer import DurableWriter
 
 
 class CannotSave(OSError):

@@ -22,12 +22,12 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from train.checkpoint.buffers import Buffers, begin_of_tensors
-from train.checkpoint.extra import AVERAGES
-from train.checkpoint.state_dict import TrainState
-from train.data.to_device import mapped
-from train.parallel.torch_private import copy_metadata
-from train.parallel.world import World
+from ..data.to_device import mapped
+from ..parallel.torch_private import copy_metadata
+from ..parallel.world import World
+from .buffers import Buffers, begin_of_tensors
+from .extra import AVERAGES
+from .state_dict import TrainState
 
 _ALIGN = 64
 

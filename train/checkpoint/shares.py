@@ -10,9 +10,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-from train.checkpoint.manifest import Files, check_files
-from train.parallel.world import World
-from train.run.run_folder import Run
+from ..parallel.world import World
+from ..run.run_folder import Run
+from .manifest import Files, check_files
 
 T = TypeVar("T")
 

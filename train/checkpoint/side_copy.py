@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from train.checkpoint.serialize import Serialized
+from .serialize import Serialized
 
 _OVERLAPPED = 0.2
 """Share of an overlapped copy's time that counts as taken from training. Such a copy uses one or two hundredths of a

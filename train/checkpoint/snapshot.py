@@ -24,14 +24,14 @@ from typing import Any
 
 import torch
 
-from train import format
-from train.checkpoint import serialize
-from train.checkpoint.buffers import Buffers, begin_of_tensors
-from train.checkpoint.serialize import Content, Serialized
-from train.checkpoint.side_copy import SideCopy
-from train.checkpoint.staging import PinnedMemory
-from train.checkpoint.state_dict import TrainState
-from train.parallel.world import World
+from .. import format
+from ..parallel.world import World
+from . import serialize
+from .buffers import Buffers, begin_of_tensors
+from .serialize import Content, Serialized
+from .side_copy import SideCopy
+from .staging import PinnedMemory
+from .state_dict import TrainState
 
 log = logging.getLogger("train")
 

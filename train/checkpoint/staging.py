@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
-from train.data.to_device import mapped
-from train.parallel.strategy import local
+from ..data.to_device import mapped
+from ..parallel.strategy import local
 
 log = logging.getLogger("train")
 

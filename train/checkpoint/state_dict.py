@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 from torch.distributed.tensor import DTensor
 
-from train.checkpoint.extra import Extra
-from train.parallel.precision import Precision
-from train.parallel.torch_private import HOOKS
+from ..parallel.precision import Precision
+from ..parallel.torch_private import HOOKS
+from .extra import Extra
 
 # torch warns about its own use of storages, and that one process alone is one process alone
 warnings.filterwarnings("ignore", message="TypedStorage is deprecated")

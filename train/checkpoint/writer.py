@@ -24,7 +24,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.storage import StorageMeta
 
-from train import faults
+from .. import faults
 
 _BLOCK = 4096
 """Addresses, offsets and lengths are multiples of it under O_DIRECT; disks have blocks of 512 or 4096 bytes."""

@@ -13,12 +13,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol, cast
 
-from train.errors import Refused, one_line, whole
-from train.run import folders, states
-from train.run.run_folder import Run
-from train.supervise.timeouts import WAIT_MINUTES
+from ..errors import Refused, one_line, whole
+from ..run import folders, states
+from ..run.run_folder import Run
+from ..supervise.timeouts import WAIT_MINUTES
 
-ENGINES = {"slurm": "train.cluster.slurm", "kubernetes": "train.cluster.kubernetes"}
+ENGINES = {"slurm": ".slurm", "kubernetes": ".kubernetes"}
 """Maps a value of --on to the module of its engine."""
 FILE, TASK, CONFIG = "submission.json", "task.py", "submitted.toml"
 """Files that each node reads: the request, and copies of the user's files from when the run was submitted."""
@@ -131,7 +131,7 @@ class Engine(Protocol):
 
 def engine(name: str) -> Engine:
     """Return the engine of that name."""
-    return cast(Engine, importlib.import_module(ENGINES[name]))
+    return cast(Engine, importlib.import_module(ENGINES[name], __package__))
 
 
 def call(*command: str, given: str | None = None, seconds: float = 60.0) -> str:

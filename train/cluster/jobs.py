@@ -15,14 +15,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, cast
 
-from train.cluster import engine as engines
-from train.cluster.engine import Engine, JobStatus, Submission, engine
-from train.errors import Refused
-from train.launcher.resumable import gives_more
-from train.run import durable, folders, metrics, owner, states
-from train.run.record import Record
-from train.run.run_folder import Run
-from train.signals import USER
+from ..errors import Refused
+from ..launcher.resumable import gives_more
+from ..run import durable, folders, metrics, owner, states
+from ..run.record import Record
+from ..run.run_folder import Run
+from ..signals import USER
+from . import engine as engines
+from .engine import Engine, JobStatus, Submission, engine
 
 _ASK_EVERY = 0.5
 """Seconds between two checks whether a stopping job has ended."""
@@ -68,8 +68,8 @@ def submit(asked: Submission) -> str:
 
 def _prepared(asked: Submission) -> tuple[dict[str, str | bytes], dict[str, Any]]:
     """Check task, fields and sizes. Returns the files that every node reads, and values for run.json."""
-    from train.launcher.checks import cut_batch
-    from train.launcher.request import Request, resolve
+    from ..launcher.checks import cut_batch
+    from ..launcher.request import Request, resolve
 
     task, config = resolve(Request(asked.task, asked.flags, asked.config_file))
     cut_batch(config, asked.nproc, range(asked.nodes, asked.nodes + 1))
@@ -237,8 +237,8 @@ def stop(run: Run, now: bool, tell: Tell) -> tuple[int, str]:
     Raises:
         Refused: the engine does not answer, or another process is submitting the run.
     """
-    from train.launcher import stopping  # train ls does not need what starts ranks
-    from train.supervise import attempts
+    from ..launcher import stopping  # train ls does not need what starts ranks
+    from ..supervise import attempts
 
     with run.handing_over():  # wait until a submission is complete
         pass

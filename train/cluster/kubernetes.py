@@ -14,10 +14,10 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from train.cluster.engine import CONFIG, FILE, TASK, JobStatus, Submission, call, template
-from train.errors import Refused, one_line
-from train.run import environment, states
-from train.run.run_folder import Run
+from ..errors import Refused, one_line
+from ..run import environment, states
+from ..run.run_folder import Run
+from .engine import CONFIG, FILE, TASK, JobStatus, Submission, call, template
 
 SCRIPT = "job.yaml"
 APPLY = "kubectl apply -k deploy/kubernetes"

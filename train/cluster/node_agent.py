@@ -22,18 +22,18 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from train import screen
-from train.cluster import engine
-from train.cluster.jobs import merge_flags
-from train.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_REFUSED, EXIT_STOPPED, Refused, may_pass
-from train.launcher import agent, ranks_and_gpus, resumable
-from train.launcher.create_run import open_run
-from train.launcher.request import LaunchRequest
-from train.run import environment, folders, owner, run_folder, states
-from train.run.run_folder import Run
-from train.signals import StopRequest, leave
-from train.supervise import address
-from train.supervise.address import Place
+from .. import screen
+from ..errors import EXIT_FAILED, EXIT_FINISHED, EXIT_REFUSED, EXIT_STOPPED, Refused, may_pass
+from ..launcher import agent, ranks_and_gpus, resumable
+from ..launcher.create_run import open_run
+from ..launcher.request import LaunchRequest
+from ..nodes import address
+from ..nodes.address import Place
+from ..run import environment, folders, owner, run_folder, states
+from ..run.run_folder import Run
+from ..signals import StopRequest, leave
+from . import engine
+from .jobs import merge_flags
 
 
 def main(beside: Path, stop: StopRequest) -> int:

@@ -15,11 +15,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import train
-from train.cluster.engine import JobStatus, Submission, call, other_node_folders, template
-from train.errors import Refused
-from train.run import environment, states
-from train.run.run_folder import Run
+from ..errors import Refused
+from ..run import environment, states
+from ..run.run_folder import Run
+from .engine import JobStatus, Submission, call, other_node_folders, template
 
 SCRIPT = "job.sbatch"
 _RUNNING = ("RUNNING", "COMPLETING", "SUSPENDED", "STOPPED", "CONFIGURING", "RESIZING", "SIGNALING", "STAGE_OUT")
@@ -158,7 +157,7 @@ def _quoted(word: str) -> str:
 
 def _checkout() -> Path | None:
     """Return the folder of this package if it is not installed, because then a node's Python does not find it."""
-    root = Path(train.__file__).resolve().parents[1]
+    root = Path(__file__).resolve().parents[2]
     return None if root.is_relative_to(Path(sys.prefix).resolve()) and root.name == "site-packages" else root
 
 

@@ -8,10 +8,10 @@ import tarfile
 from argparse import Namespace
 from pathlib import Path, PurePosixPath
 
-from train import format, screen
-from train.commands.options import add_name
-from train.commands.parser import Parser
-from train.errors import EXIT_FINISHED, Refused
+from .. import format, screen
+from ..errors import EXIT_FINISHED, Refused
+from .options import add_name
+from .parser import Parser
 
 EXAMPLES = {
     "train archive demo1": "Write demo1.tar: the whole run with its checkpoints, task and logs.",
@@ -27,8 +27,8 @@ def add_arguments(parser: Parser) -> None:
 
 def run(options: Namespace, runs: Path) -> int:
     """Write the file, and print the command that resumes the run on another machine."""
-    from train.cluster import jobs
-    from train.run import durable, folders, imports
+    from ..cluster import jobs
+    from ..run import durable, folders, imports
 
     found = folders.find(runs, options.name)
     record, target = found.read(), Path(f"{found.name}.tar" if options.to is None else options.to)

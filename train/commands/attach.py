@@ -5,9 +5,9 @@ from __future__ import annotations
 from argparse import Namespace
 from pathlib import Path
 
-from train.commands.options import add_name
-from train.commands.parser import Parser
-from train.errors import EXIT_FINISHED
+from ..errors import EXIT_FINISHED
+from .options import add_name
+from .parser import Parser
 
 EXAMPLES = {
     "train attach demo1": "Watch the run in its own terminal. Ctrl-b d leaves; the run continues.",
@@ -21,8 +21,8 @@ def add_arguments(parser: Parser) -> None:
 
 def run(options: Namespace, runs: Path) -> int:
     """Replace this process by a tmux client of the run."""
-    from train.launcher.tmux import attach
-    from train.run import folders
+    from ..launcher.tmux import attach
+    from ..run import folders
 
     attach(folders.find(runs, options.name))
     return EXIT_FINISHED

@@ -11,11 +11,11 @@ from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
-from train.commands.completion_values import task_names
-from train.commands.options import add_target, check_now
-from train.commands.parser import Parser, number
-from train.errors import EXIT_FINISHED, Refused
-from train.parallel.rank_env import is_under_torchrun
+from ..errors import EXIT_FINISHED, Refused
+from ..parallel.rank_env import is_under_torchrun
+from .completion_values import task_names
+from .options import add_target, check_now
+from .parser import Parser, number
 
 SUBJECTS = {"checkpoint": 5, "collective": 20, "input": 10, "lr": 100, "scaling": 20}
 """Maps a subject to its default of --times. The function `bench` of train/bench/SUBJECT.py measures it."""
@@ -74,7 +74,7 @@ def run(options: Namespace, runs: Path) -> int:
     own = _own(options, runs)
     made = [folder for folder in (runs, *runs.parents) if not folder.exists()]
     runs.mkdir(parents=True, exist_ok=True)
-    module = importlib.import_module(f"train.bench.{options.subject}")
+    module = importlib.import_module(f"..bench.{options.subject}", __package__)
     for kind in (signal.SIGTERM, signal.SIGHUP):  # like Ctrl-C, they must leave nothing behind
         signal.signal(kind, lambda at, _: sys.exit(128 + at))
     try:
@@ -114,7 +114,7 @@ def _own(options: Namespace, runs: Path) -> dict[str, Any]:
                 raise Refused("train bench lr needs a TASK and --to FILE.png; see: train bench --help")
             request = {"task": options.task, "flags": options.flags, "config_file": options.config}
             check_now(request, runs)
-            from train.launcher.request import Request
+            from ..launcher.request import Request
 
             return {"request": Request(**request), "target": Path(options.to)}
     ranks = [number("nproc", text, 1) or 1 for text in options.nproc.split(",")] if options.nproc is not None else []

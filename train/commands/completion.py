@@ -6,8 +6,8 @@ import os
 from argparse import SUPPRESS
 from typing import NoReturn
 
-from train.commands import COMMANDS
-from train.commands.parser import Parser, parser_of
+from . import COMMANDS
+from .parser import Parser, parser_of
 
 
 def answer() -> NoReturn:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:  # Python 3.8, which the doctor supports, cannot evaluate the 
 
 def run_names(parsed_args: Namespace, **_: Any) -> list[str]:
     """Return the names of all runs."""
-    from train.run import folders
+    from ..run import folders
 
     return [run.name for run in folders.every(_folder(parsed_args))]
 
@@ -29,14 +29,14 @@ def task_names(prefix: str, **_: Any) -> list[str]:
     """Return the built-in tasks and Python files."""
     from argcomplete.completers import FilesCompleter
 
-    from train.tasks import BUILT_IN
+    from ..tasks import BUILT_IN
 
     return [*BUILT_IN, *FilesCompleter(("py",))(prefix)]
 
 
 def checkpoint_steps(parsed_args: Namespace, **_: Any) -> list[str]:
     """Return `best` and the steps of a run's checkpoints."""
-    from train.run.run_folder import Run
+    from ..run.run_folder import Run
 
     name = getattr(parsed_args, "name", None)
     return ["best", *map(str, Run(_folder(parsed_args) / name).steps_saved() if name else [])]

@@ -9,13 +9,13 @@ from argparse import Namespace
 from importlib.util import find_spec
 from pathlib import Path
 
-from train.commands.completion_values import words
-from train.commands.parser import Parser, number
-from train.doctor import disk, finding, gpu, host, limits, network, packages, user
-from train.doctor.finding import Finding
-from train.doctor.machine import Machine
-from train.errors import Refused
-from train.supervise import address
+from ..doctor import disk, finding, gpu, host, limits, network, packages, user
+from ..doctor.finding import Finding
+from ..doctor.machine import Machine
+from ..errors import Refused
+from ..nodes import address
+from .completion_values import words
+from .parser import Parser, number
 
 NAMES = (
     "Docker", "docker compose", "docker buildx", "neighbours", "container toolkit", "GPUs stay", "GPUs", "driver",
@@ -68,7 +68,7 @@ def run(options: Namespace, runs: Path) -> int:
             raise Refused("--only chooses checks of this machine, and --job checks ranks; give one of them")
         if find_spec("torch") is None:
             raise Refused("--job needs torch, which this Python lacks; install it into .venv with: make setup")
-        from train.doctor.job import DEADLINE, examine_job
+        from ..doctor.job import DEADLINE, examine_job
 
         return examine_job(options.json, ranks, seconds or DEADLINE)
     findings = _examine(Machine(), runs, place)

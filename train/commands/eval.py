@@ -7,11 +7,11 @@ import sys
 from argparse import Namespace
 from pathlib import Path
 
-from train import screen
-from train.commands.options import add_checkpoint, add_json, add_name
-from train.commands.parser import Parser
-from train.errors import EXIT_FINISHED
-from train.format import figures
+from .. import screen
+from ..errors import EXIT_FINISHED
+from ..format import figures
+from .options import add_checkpoint, add_json, add_name
+from .parser import Parser
 
 EXAMPLES = {
     "train eval demo1": "Evaluate the newest checkpoint on the evaluation sets of the run.",
@@ -28,11 +28,11 @@ def add_arguments(parser: Parser) -> None:
 
 def run(options: Namespace, runs: Path) -> int:
     """Evaluate the checkpoint and print the metrics."""
-    from train.run import best, folders, owner
+    from ..run import best, folders, owner
 
     run = owner.opened(folders.find(runs, options.name))
     wanted = best.checkpoint_named(run, options.checkpoint, screen.remark)
-    from train.trainer.evaluate import evaluate_run
+    from ..trainer.evaluate import evaluate_run
 
     folders.enter(run.read())
     with screen.results_alone():

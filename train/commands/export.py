@@ -5,10 +5,10 @@ from __future__ import annotations
 from argparse import Namespace
 from pathlib import Path
 
-from train import screen
-from train.commands.options import add_checkpoint, add_name, add_target
-from train.commands.parser import Parser
-from train.errors import EXIT_FINISHED
+from .. import screen
+from ..errors import EXIT_FINISHED
+from .options import add_checkpoint, add_name, add_target
+from .parser import Parser
 
 SUFFIXES = (".safetensors", ".pt", ".onnx")
 
@@ -30,13 +30,13 @@ def add_arguments(parser: Parser) -> None:
 
 def run(options: Namespace, runs: Path) -> int:
     """Write the file."""
-    from train.run import best, durable, folders, owner
+    from ..run import best, durable, folders, owner
 
     target = Path(options.to).absolute()
     durable.check_target(Path(options.to), SUFFIXES)
     run = owner.opened(folders.find(runs, options.name))
     wanted = best.checkpoint_named(run, options.checkpoint, screen.remark)
-    from train.trainer.export import export
+    from ..trainer.export import export
 
     folders.enter(run.read())
     with screen.results_alone():

@@ -5,8 +5,8 @@ from __future__ import annotations
 from argparse import Namespace
 from pathlib import Path
 
-from train.commands.parser import Parser, number
-from train.errors import Refused
+from ..errors import Refused
+from .parser import Parser, number
 
 _PORT = "9477"
 _MOST_RECENT = 1000
@@ -35,6 +35,6 @@ def run(options: Namespace, runs: Path) -> int:
     recent = number("recent", options.recent, most=_MOST_RECENT) or 0
     if not options.address:
         raise Refused("--address is empty; give 127.0.0.1 for this machine only")
-    from train.monitor.prometheus import serve
+    from ..monitor.prometheus import serve
 
     serve(runs, options.address, port, recent)

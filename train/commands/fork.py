@@ -5,10 +5,10 @@ from __future__ import annotations
 from argparse import Namespace
 from pathlib import Path
 
-from train import screen
-from train.commands.options import add_checkpoint, add_name, add_ranks, follow, warn
-from train.commands.parser import Parser, number
-from train.errors import EXIT_FINISHED, Refused
+from .. import screen
+from ..errors import EXIT_FINISHED, Refused
+from .options import add_checkpoint, add_name, add_ranks, follow, warn
+from .parser import Parser, number
 
 EXAMPLES = {
     "train fork demo1 --name demo2 --optim.lr 0.01": (
@@ -34,10 +34,10 @@ def add_arguments(parser: Parser) -> None:
 
 def run(options: Namespace, runs: Path) -> int:
     """Start the new run inside tmux and print its name; with --follow, show it until it ends."""
-    from train import config
-    from train.launcher import tmux
-    from train.launcher.request import LaunchRequest
-    from train.run import best, folders, owner
+    from .. import config
+    from ..launcher import tmux
+    from ..launcher.request import LaunchRequest
+    from ..run import best, folders, owner
 
     of = owner.opened(folders.find(runs, options.name))
     record, restarts = of.read(), number("max-restarts", options.max_restarts)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from argparse import Namespace
 from pathlib import Path
 
-from train.commands.parser import Parser
+from .parser import Parser
 
 EXAMPLES = {
     "train keeper": "Resume interrupted runs until Ctrl-C, which saves and stops all runs.",
@@ -20,6 +20,6 @@ def add_arguments(parser: Parser) -> None:
 
 def run(options: Namespace, runs: Path) -> int:
     """Look after the runs in this folder."""
-    from train.launcher.keeper import keep
+    from ..launcher.keeper import keep
 
     return keep(runs, options.once)

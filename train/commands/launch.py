@@ -6,11 +6,11 @@ from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
-from train import screen
-from train.commands.completion_values import words
-from train.commands.options import add_nodes, add_ranks, add_task, check_now, follow, nodes_of, request_of, warn
-from train.commands.parser import Parser, number
-from train.errors import EXIT_FINISHED, Refused
+from .. import screen
+from ..errors import EXIT_FINISHED, Refused
+from .completion_values import words
+from .options import add_nodes, add_ranks, add_task, check_now, follow, nodes_of, request_of, warn
+from .parser import Parser, number
 
 EXAMPLES = {
     "train launch digits --name demo1 --nproc 2 --follow": (
@@ -40,9 +40,9 @@ def add_arguments(parser: Parser) -> None:
 
 def run(options: Namespace, runs: Path) -> int:
     """Start the run inside tmux and print its name; with --follow, show it until it ends."""
-    from train.launcher import tmux
-    from train.launcher.request import LaunchRequest, runs_of_node
-    from train.run import folders
+    from ..launcher import tmux
+    from ..launcher.request import LaunchRequest, runs_of_node
+    from ..run import folders
 
     request, restarts = request_of(options), number("max-restarts", options.max_restarts)
     _check(options, request, runs)
@@ -85,7 +85,7 @@ def _check(options: Namespace, request: dict[str, Any], runs: Path) -> None:
         raise Refused("--config is for tasks; give the arguments of a script after --")
     if options.nnodes is not None:
         raise Refused("--nnodes is for tasks; start a script on several machines with torchrun")
-    from train.launcher import script
+    from ..launcher import script
 
     script.watch_flags(options.flags)
     script.check_readable(Path(options.script), "--script")

@@ -5,9 +5,9 @@ from __future__ import annotations
 from argparse import Namespace
 from pathlib import Path
 
-from train.commands.completion_values import words
-from train.commands.options import add_name
-from train.commands.parser import Parser, number
+from .completion_values import words
+from .options import add_name
+from .parser import Parser, number
 
 EXAMPLES = {
     "train logs demo1": "Print what rank 0 wrote in the last attempt.",
@@ -27,8 +27,8 @@ def add_arguments(parser: Parser) -> None:
 
 def run(options: Namespace, runs: Path) -> int:
     """Print the output; with --follow until the run ends, with its exit code."""
-    from train.run import folders
-    from train.views.logs import ALL, print_log
+    from ..run import folders
+    from ..views.logs import ALL, print_log
 
     rank = number("rank", options.rank) or 0
     attempt = ALL if options.attempt == "all" else number("attempt", options.attempt, 1)

@@ -11,18 +11,18 @@ from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
-from train import screen
-from train.cluster import jobs
-from train.commands.completion_values import words
-from train.commands.options import add_json, add_names, matching
-from train.commands.parser import Parser, number
-from train.errors import EXIT_FINISHED, Refused, nearest
-from train.run import states
-from train.run.best import aim_of
-from train.run.metrics import last_evaluation
-from train.run.record import Record
-from train.run.run_folder import Run
-from train.views.listing import COLUMNS, listing, value
+from .. import screen
+from ..cluster import jobs
+from ..errors import EXIT_FINISHED, Refused, nearest
+from ..run import states
+from ..run.best import aim_of
+from ..run.metrics import last_evaluation
+from ..run.record import Record
+from ..run.run_folder import Run
+from ..views.listing import COLUMNS, listing, value
+from .completion_values import words
+from .options import add_json, add_names, matching
+from .parser import Parser, number
 
 _ORDERS = ("created", "name", "state", "step")
 """Orders of --sort besides fields and metrics: oldest first, alphabetical, by state, most steps first."""

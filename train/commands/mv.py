@@ -5,10 +5,10 @@ from __future__ import annotations
 from argparse import Namespace
 from pathlib import Path
 
-from train import screen
-from train.commands.completion_values import run_names
-from train.commands.parser import Parser
-from train.errors import EXIT_FINISHED, Refused
+from .. import screen
+from ..errors import EXIT_FINISHED, Refused
+from .completion_values import run_names
+from .parser import Parser
 
 EXAMPLES = {
     "train mv demo1 digits-baseline": "Rename the run and its folder. A run that trains continues.",
@@ -23,10 +23,10 @@ def add_arguments(parser: Parser) -> None:
 
 def run(options: Namespace, runs: Path) -> int:
     """Rename the folder of the run. A run that trains continues."""
-    from train.cluster import jobs
-    from train.launcher.tmux import note_move
-    from train.run import folders
-    from train.run.run_folder import Run
+    from ..cluster import jobs
+    from ..launcher.tmux import note_move
+    from ..run import folders
+    from ..run.run_folder import Run
 
     found = folders.find(runs, options.name)
     record = found.read()

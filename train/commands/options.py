@@ -10,14 +10,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from train import screen
-from train.commands.completion_values import checkpoint_steps, run_names, task_names, words
-from train.commands.parser import Parser, decimal, number
-from train.errors import Refused, whole
-from train.supervise.timeouts import WAIT_MINUTES
+from .. import screen
+from ..errors import Refused, whole
+from ..supervise.timeouts import WAIT_MINUTES
+from .completion_values import checkpoint_steps, run_names, task_names, words
+from .parser import Parser, decimal, number
 
 if TYPE_CHECKING:
-    from train.run.run_folder import Run
+    from ..run.run_folder import Run
 
 MOST_NODES = 10_000
 _LONGEST_WAIT = 1e6
@@ -44,8 +44,8 @@ def matching(runs: Path, names: list[str], must: bool = True) -> list[Run]:
     Raises:
         Refused: no run has this name, or nothing matches.
     """
-    from train.run import folders
-    from train.run.run_folder import Run
+    from ..run import folders
+    from ..run.run_folder import Run
 
     found: dict[str, Run] = {}
     for name in names:
@@ -102,7 +102,7 @@ def nodes_of(options: Namespace, before: Mapping[str, Any] | None = None) -> dic
     Raises:
         Refused: the options contradict each other, or the rendezvous is no address.
     """
-    from train.supervise import address
+    from ..nodes import address
 
     given = (options.nnodes, options.node_rank, options.rendezvous, options.wait_minutes)
     if given == (None,) * 4:
@@ -185,7 +185,7 @@ def check_now(request: dict[str, Any], runs: Path | None, is_here: bool = True) 
     Raises:
         Refused: one of them is wrong.
     """
-    from train import config, tasks
+    from .. import config, tasks
 
     tasks.locate(request["task"])
     config.check_flags(request["flags"])
@@ -195,7 +195,7 @@ def check_now(request: dict[str, Any], runs: Path | None, is_here: bool = True) 
     if is_here and flags.get("data.root") and request["task"] in tasks.BUILT_IN:
         tasks.data_root(flags["data.root"])  # a user's own task may create the folder
     if not is_here:  # here the launch itself checks this
-        from train.launcher import unused_fields
+        from ..launcher import unused_fields
 
         unused_fields.check_early(tasks.locate(request["task"]), request["flags"], request["config_file"])
     if isinstance(init, str) and init:
@@ -208,7 +208,7 @@ def _weights_at(text: str, runs: Path) -> Path:
     Raises:
         Refused: neither a file nor a run has this name.
     """
-    from train.run import best, folders
+    from ..run import best, folders
 
     name, sign, which = text.partition("@")
     is_run = bool(name) and (runs / name / "run.json").is_file()
@@ -235,7 +235,7 @@ def warn(warnings: list[str]) -> None:
 
 def follow(runs: Path, name: str) -> int:
     """Show a run until it ends. Return its exit code."""
-    from train.run import folders
-    from train.views.follow import follow
+    from ..run import folders
+    from ..views.follow import follow
 
     return follow(folders.find(runs, name))

@@ -17,12 +17,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from train.commands import COMMANDS
-from train.commands.completion_values import words
-from train.errors import Refused, is_whole, nearest, one_line, whole
+from ..errors import Refused, is_whole, nearest, one_line, whole
+from . import COMMANDS
+from .completion_values import words
 
 if TYPE_CHECKING:
-    from train.commands.completion_values import Offer
+    from .completion_values import Offer
 
 _FIRST = {
     "name", "config", "nproc", "gpus", "follow", "script", "spawn", "all", "checkpoint", "on", "nodes",
@@ -92,7 +92,7 @@ class Parser(argparse.ArgumentParser):
 
     def add_fields(self) -> None:
         """Add every config field as a flag whose text goes into `options.flags`. Call after all other arguments."""
-        from train import config
+        from .. import config
 
         is_resume = self.prog == "train resume"
         title, note = "config fields (N: whole number, X: number, [default])", "They are also keys of --config FILE. "
@@ -156,7 +156,7 @@ class _Field(Action):
 
 def parser_of(command: str) -> Parser:
     """Return the parser of a command, with the arguments and examples of its module."""
-    summary, module = COMMANDS[command], importlib.import_module(f"train.commands.{command}")
+    summary, module = COMMANDS[command], importlib.import_module(f".{command}", __package__)
     text = f"{summary[0].upper()}{summary[1:]}.\n\n{example_text(module.EXAMPLES)}"
     parser = Parser(prog=f"train {command}", description=text)
     module.add_arguments(parser)

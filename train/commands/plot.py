@@ -5,10 +5,10 @@ from __future__ import annotations
 from argparse import Namespace
 from pathlib import Path
 
-from train import screen
-from train.commands.options import add_names, add_target, matching
-from train.commands.parser import Parser
-from train.errors import EXIT_FINISHED
+from .. import screen
+from ..errors import EXIT_FINISHED
+from .options import add_names, add_target, matching
+from .parser import Parser
 
 EXAMPLES = {
     "train plot demo1 --to demo1.png": "Draw one run.",
@@ -24,7 +24,7 @@ def add_arguments(parser: Parser) -> None:
 
 def run(options: Namespace, runs: Path) -> int:
     """Draw all runs into one file."""
-    from train.views.plot import plot, verdict
+    from ..views.plot import plot, verdict
 
     chosen = matching(runs, options.names)
     plot(chosen, Path(options.to))

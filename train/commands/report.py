@@ -5,10 +5,10 @@ from __future__ import annotations
 from argparse import Namespace
 from pathlib import Path
 
-from train import screen
-from train.commands.options import add_json, add_name, add_target
-from train.commands.parser import Parser
-from train.errors import EXIT_FINISHED, Refused
+from .. import screen
+from ..errors import EXIT_FINISHED, Refused
+from .options import add_json, add_name, add_target
+from .parser import Parser
 
 EXAMPLES = {
     "train report demo1": "Show in the terminal where the time went, and what would help.",
@@ -25,8 +25,8 @@ def add_arguments(parser: Parser) -> None:
 
 def run(options: Namespace, runs: Path) -> int:
     """Print where the time went, or write the page."""
-    from train.run import folders
-    from train.views import report
+    from ..run import folders
+    from ..views import report
 
     if options.json and options.to is not None:
         raise Refused("--json prints, but --to writes a page; give one of them")

@@ -6,10 +6,10 @@ import sys
 from argparse import Namespace
 from pathlib import Path
 
-from train import screen
-from train.commands.options import add_name, add_nodes, add_ranks, follow, nodes_of, warn
-from train.commands.parser import Parser, number
-from train.errors import EXIT_FINISHED, EXIT_REFUSED, Refused
+from .. import screen
+from ..errors import EXIT_FINISHED, EXIT_REFUSED, Refused
+from .options import add_name, add_nodes, add_ranks, follow, nodes_of, warn
+from .parser import Parser, number
 
 EXAMPLES = {
     "train resume demo1 --follow": "Continue from the last checkpoint with the same ranks, and watch.",
@@ -33,8 +33,8 @@ def add_arguments(parser: Parser) -> None:
 
 def run(options: Namespace, runs: Path) -> int:
     """Start the runs inside tmux and print their names; with --follow, show one run until it ends."""
-    from train.launcher.resumable import is_resumable
-    from train.run import folders
+    from ..launcher.resumable import is_resumable
+    from ..run import folders
 
     number("max-restarts", options.max_restarts)
     if (options.name is None) == (not options.all):
@@ -66,11 +66,11 @@ def _resume(options: Namespace, runs: Path, name: str) -> Path | None:
     Raises:
         Refused: the run is running, or cannot be resumed with these options.
     """
-    from train.cluster import jobs
-    from train.launcher import tmux
-    from train.launcher.request import LaunchRequest
-    from train.launcher.resumable import check_flags, nothing_left
-    from train.run import folders, owner
+    from ..cluster import jobs
+    from ..launcher import tmux
+    from ..launcher.request import LaunchRequest
+    from ..launcher.resumable import check_flags, nothing_left
+    from ..run import folders, owner
 
     runs = folders.of_this_machine(runs, name, number("node-rank", options.node_rank))
     run = folders.find(runs, name)

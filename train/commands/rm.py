@@ -6,12 +6,12 @@ import contextlib
 from argparse import Namespace
 from pathlib import Path
 
-from train import format, screen
-from train.cluster import jobs
-from train.commands.options import add_names, matching
-from train.commands.parser import Parser
-from train.errors import EXIT_FINISHED, Refused
-from train.run import folders
+from .. import format, screen
+from ..cluster import jobs
+from ..errors import EXIT_FINISHED, Refused
+from ..run import folders
+from .options import add_names, matching
+from .parser import Parser
 
 EXAMPLES = {
     "train rm demo1": "Delete the run with its checkpoints. A running run is refused.",

@@ -5,10 +5,10 @@ from __future__ import annotations
 from argparse import Namespace
 from pathlib import Path
 
-from train.commands.options import add_task, check_now, request_of
-from train.commands.parser import Parser, number
-from train.launcher.ranks_and_gpus import MOST_RANKS
-from train.parallel.rank_env import is_under_torchrun
+from ..launcher.ranks_and_gpus import MOST_RANKS
+from ..parallel.rank_env import is_under_torchrun
+from .options import add_task, check_now, request_of
+from .parser import Parser, number
 
 EXAMPLES = {
     "train run digits --epochs 2": "Train here. Ctrl-C saves and stops; a second Ctrl-C ends at once.",
@@ -30,10 +30,10 @@ def run(options: Namespace, runs: Path) -> int:
     """Train until the end, or until a request to stop."""
     request, spawn = request_of(options), number("spawn", options.spawn, 1, MOST_RANKS)
     if options.name is not None and not is_under_torchrun():
-        from train.run import folders
+        from ..run import folders
 
         folders.check_free(runs, options.name)
     check_now(request, runs)
-    from train.launcher import foreground
+    from ..launcher import foreground
 
     return foreground.run(runs, options.name, request, spawn)

@@ -6,10 +6,10 @@ import json
 from argparse import Namespace
 from pathlib import Path
 
-from train import screen
-from train.commands.options import add_json, add_name
-from train.commands.parser import Parser
-from train.errors import EXIT_FINISHED
+from .. import screen
+from ..errors import EXIT_FINISHED
+from .options import add_json, add_name
+from .parser import Parser
 
 EXAMPLES = {
     "train show demo1": "State, reason and next command; results, attempts, checkpoints.",
@@ -25,9 +25,9 @@ def add_arguments(parser: Parser) -> None:
 
 def run(options: Namespace, runs: Path) -> int:
     """Print the story, or the record as JSON."""
-    from train.cluster import jobs
-    from train.run import best, folders
-    from train.views.listing import story
+    from ..cluster import jobs
+    from ..run import best, folders
+    from ..views.listing import story
 
     run = folders.find(runs, options.name)
     record = jobs.status(run, screen.remark)

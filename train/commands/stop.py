@@ -5,9 +5,9 @@ from __future__ import annotations
 from argparse import Namespace
 from pathlib import Path
 
-from train import screen
-from train.commands.options import add_name
-from train.commands.parser import Parser
+from .. import screen
+from .options import add_name
+from .parser import Parser
 
 EXAMPLES = {
     "train stop demo1": "Save, then stop. A script gets SIGTERM, and must save by itself.",
@@ -23,9 +23,9 @@ def add_arguments(parser: Parser) -> None:
 
 def run(options: Namespace, runs: Path) -> int:
     """Stop the run, wait until it has ended, and print its state."""
-    from train.cluster import jobs
-    from train.launcher import stopping
-    from train.run import folders
+    from ..cluster import jobs
+    from ..launcher import stopping
+    from ..run import folders
 
     run = folders.find(runs, options.name)
     is_job = jobs.is_submitted(run.read())

@@ -6,15 +6,15 @@ from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
-from train import screen
-from train.cluster.engine import ENGINES, Submission, engine, seconds_of
-from train.commands.completion_values import words
-from train.commands.options import MOST_NODES, add_task, check_now, follow, request_of, wait_minutes
-from train.commands.parser import Parser, number
-from train.errors import EXIT_FINISHED, Refused
-from train.launcher.ranks_and_gpus import MOST_RANKS
-from train.supervise.attempts import MAX_RESTARTS
-from train.supervise.timeouts import WAIT_MINUTES
+from .. import screen
+from ..cluster.engine import ENGINES, Submission, engine, seconds_of
+from ..errors import EXIT_FINISHED, Refused
+from ..launcher.ranks_and_gpus import MOST_RANKS
+from ..supervise.attempts import MAX_RESTARTS
+from ..supervise.timeouts import WAIT_MINUTES
+from .completion_values import words
+from .options import MOST_NODES, add_task, check_now, follow, request_of, wait_minutes
+from .parser import Parser, number
 
 EXAMPLES = {
     "train submit digits --on slurm --nodes 2 --gpus-per-node 4 --time 8:00:00": "Hand a run on 8 GPUs to Slurm.",
@@ -58,7 +58,7 @@ def run(options: Namespace, runs: Path) -> int:
     if options.follow and options.dry_run:
         raise Refused("--dry-run starts no run that --follow could show; leave one of them out")
     asked = _submission(options, runs)
-    from train.cluster import jobs
+    from ..cluster import jobs
 
     said = jobs.submit(asked)
     if asked.is_dry:
@@ -70,7 +70,7 @@ def run(options: Namespace, runs: Path) -> int:
 
 
 def _submission(options: Namespace, runs: Path) -> Submission:
-    from train.run import folders
+    from ..run import folders
 
     if options.on not in ENGINES:
         given = "--on is missing" if options.on is None else f"--on {options.on}"

@@ -14,14 +14,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from train.commands.options import add_names, matching
-from train.commands.parser import Parser, decimal
-from train.errors import EXIT_FINISHED
+from ..errors import EXIT_FINISHED
+from .options import add_names, matching
+from .parser import Parser, decimal
 
 if TYPE_CHECKING:
     from rich.text import Text
 
-    from train.monitor.top import Page
+    from ..monitor.top import Page
 
 _PATIENCE = 5.0
 """Seconds a cluster has to report the state of its runs when the page is printed once."""
@@ -50,7 +50,7 @@ def add_arguments(parser: Parser) -> None:
 
 def run(options: Namespace, runs: Path) -> int:
     """Show the page until q or Ctrl-C. Without a terminal that can redraw it, print it once."""
-    from train.monitor.top import Page
+    from ..monitor.top import Page
 
     every = decimal("every", options.every, 0.1, 3600)
     names = [found.name for found in matching(runs, options.names)] if options.names else []
@@ -87,7 +87,7 @@ def _live(page: Page, every: float) -> None:
 def _drawn(page: Page) -> Text:
     from rich.text import Text
 
-    from train.monitor.top import STYLE
+    from ..monitor.top import STYLE
 
     size = shutil.get_terminal_size()
     text = Text(no_wrap=True, overflow="crop")

@@ -1,8 +1,8 @@
 """The configuration of a run: from flags and files to a checked `Config`."""
 
-from train.config.fields import fields, flatten, parse_value, read_toml, to_flat, to_toml, type_name
-from train.config.resolve import build, check_flags, forbidden_changes, from_toml, layer, resolve, with_flags
-from train.config.schema import SPREAD, Config, Count, EarlyStopping, Init, Optim, Parallel, Schedule, Share, Watch
+from .fields import fields, flatten, parse_value, read_toml, to_flat, to_toml, type_name
+from .resolve import build, check_flags, forbidden_changes, from_toml, layer, resolve, with_flags
+from .schema import SPREAD, Config, Count, EarlyStopping, Init, Optim, Parallel, Schedule, Share, Watch
 
 LOCAL = ("data.root", "data.workers", "init.file")
 """Fields that may differ between the machines of a run. The result depends only on the data that is read there."""

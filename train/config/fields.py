@@ -21,9 +21,9 @@ import pydantic
 import pydantic_core
 from pydantic import ConfigDict, TypeAdapter
 
-from train.config import schema
-from train.config.schema import ON_RESUME, Config
-from train.errors import Refused, nearest, one_line
+from ..errors import Refused, nearest, one_line
+from . import schema
+from .schema import ON_RESUME, Config
 
 NONE = "none"
 """Key of a TOML file that lists the fields whose value is none."""

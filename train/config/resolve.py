@@ -15,7 +15,8 @@ import pydantic
 import pydantic_core
 from pydantic import TypeAdapter
 
-from train.config.fields import (
+from ..errors import Refused, nearest, one_line, shortened
+from .fields import (
     fields,
     flatten,
     is_argument,
@@ -28,8 +29,7 @@ from train.config.fields import (
     to_flat,
     to_toml,
 )
-from train.config.schema import Argument, Config
-from train.errors import Refused, nearest, one_line, shortened
+from .schema import Argument, Config
 
 _REPLACE = (("steps", "epochs"), ("eval.every_steps", "eval.every_epochs"))
 """Pairs of fields of which only one may be given."""

@@ -17,13 +17,13 @@ import torch
 from torch import Tensor
 from torch.utils.data import Subset, TensorDataset, default_collate
 
-from train.data.order import seed_of
-from train.data.seeding import Seed, owned, seed_host, seed_owned
-from train.data.shards import Shards
-from train.errors import TrainingFailed, one_line
+from ..errors import TrainingFailed, one_line
+from .order import seed_of
+from .seeding import Seed, owned, seed_host, seed_owned
+from .shards import Shards
 
 if TYPE_CHECKING:
-    from train.data.plan import MicroBatch
+    from .plan import MicroBatch
 
 _OF_THE_FILE = {
     None, errno.ENOENT, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.EINVAL,

@@ -20,8 +20,8 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
-from train.data.hidden import is_below_hidden
-from train.errors import Refused, may_pass
+from ..errors import Refused, may_pass
+from .hidden import is_below_hidden
 
 FORMAT = 2
 FACTS = "data.json"

@@ -17,7 +17,7 @@ from multiprocessing.reduction import ForkingPickler
 from types import TracebackType
 from typing import Any
 
-from train.errors import TrainingFailed, one_line
+from ..errors import TrainingFailed, one_line
 
 NO_FILES = (errno.EMFILE, errno.ENFILE)
 """Error numbers of a process, or a machine, that can open no more files."""

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, default_collate, get_worker_info
 
-from train.data.crop import ChooseCrop, Crop, Pixels, resize_into
-from train.data.fetch import passes
-from train.errors import TrainingFailed, one_line
+from ..errors import TrainingFailed, one_line
+from .crop import ChooseCrop, Crop, Pixels, resize_into
+from .fetch import passes
 
 _PIXELS = 178_956_970
 """Maximum number of pixels of a JPEG here. Pillow reads larger ones, and refuses them as decompression bombs."""

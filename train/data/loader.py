@@ -19,9 +19,11 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from train.data import threads
-from train.data.fetch import EVALUATION, TRAINING, BadSample, gatherer
-from train.data.hand_over import (
+from ..errors import Refused
+from ..signals import POLITE, end_with_parent
+from . import threads
+from .fetch import EVALUATION, TRAINING, BadSample, gatherer
+from .hand_over import (
     NO_FILES,
     NotHandedOver,
     Pickled,
@@ -31,11 +33,9 @@ from train.data.hand_over import (
     pickled,
     taken,
 )
-from train.data.plan import MicroBatch
-from train.data.seeding import owned
-from train.data.to_device import AsyncCopies, OnDevice, pinned, prepared
-from train.errors import Refused
-from train.signals import POLITE, end_with_parent
+from .plan import MicroBatch
+from .seeding import owned
+from .to_device import AsyncCopies, OnDevice, pinned, prepared
 
 _DYING = 1.0
 """Seconds to wait for the exit of a worker whose connection is gone."""

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from train.data.order import order, seed_of
+from .order import order, seed_of
 
 _CHUNK = 16384
 """Number of positions whose order is computed at a time: a vectorised call costs little more for many than for one."""

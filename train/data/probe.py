@@ -18,11 +18,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from train.data.fetch import Items, is_indexed_at_once
-from train.data.loader import begin_worker
-from train.data.order import order
-from train.data.plan import MicroBatch
-from train.data.seeding import search
+from .fetch import Items, is_indexed_at_once
+from .loader import begin_worker
+from .order import order
+from .plan import MicroBatch
+from .seeding import search
 
 _SAMPLES = 8
 """Maximum number of samples of a set that are fetched."""

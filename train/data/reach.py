@@ -34,6 +34,7 @@ generators has one for each sample: they are not returned."""
 _CLOSED = ("logging", "torch._", "torch.distributed")
 """Modules whose objects lead into the inner parts of a library."""
 _INSTALLED = ("site-packages", "dist-packages")
+_PACKAGE = __name__.partition(".")[0]
 _BUILT_IN = (dict, OrderedDict, list, tuple, set, frozenset)
 _TOO_MANY = (
     "there are too many random generators to seed them all for every micro batch; keep one, or make "
@@ -187,7 +188,7 @@ def _names(code: types.CodeType) -> Iterator[str]:
 def _is_library(module: Any) -> bool:
     """Whether a module is Python's, this package's, or installed."""
     top = str(module).partition(".")[0]
-    if top in sys.stdlib_module_names or top == "train":
-        return not str(module).startswith("train.tasks.")
+    if top in sys.stdlib_module_names or top == _PACKAGE:
+        return not str(module).startswith(f"{_PACKAGE}.tasks.")
     file = getattr(sys.modules.get(top), "__file__", None)
     return file is not None and not set(_INSTALLED).isdisjoint(Path(file).parts)

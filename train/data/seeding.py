@@ -20,8 +20,8 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset, get_worker_info
 
-from train.data import reach
-from train.data.order import seed_of
+from . import reach
+from .order import seed_of
 
 
 class Seed(NamedTuple):

@@ -23,11 +23,11 @@ from typing import Any
 import numpy as np
 from torch.utils.data import Dataset
 
-from train.data.fingerprint import sha256_of
-from train.data.hidden import is_below_hidden, is_hidden
-from train.errors import Refused, may_pass
-from train.run.durable import write_atomically
-from train.run.ownership import state_folder
+from ..errors import Refused, may_pass
+from ..run.durable import write_atomically
+from ..run.ownership import state_folder
+from .fingerprint import sha256_of
+from .hidden import is_below_hidden, is_hidden
 
 Decode = Callable[[dict[str, Any]], Any]
 INDEX = ".shards-index-{}.npz"

@@ -12,8 +12,8 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from train.data.hidden import is_hidden
-from train.errors import Refused, TrainingFailed
+from ..errors import Refused, TrainingFailed
+from .hidden import is_hidden
 
 _OPEN = 64
 """Maximum number of files that a process keeps open. A corpus may have more files than a process may open."""

@@ -16,7 +16,7 @@ from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
 
-from train.errors import Refused
+from ..errors import Refused
 
 log = logging.getLogger("train")
 

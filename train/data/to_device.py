@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
-from train.data.seeding import Seed, seed_compute
+from .seeding import Seed, seed_compute
 
 T = TypeVar("T")
 OnDevice = Callable[[Any], Any]

@@ -11,9 +11,9 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from train.doctor.finding import Finding, not_applicable, ok, problem, warning
-from train.doctor.machine import Machine
-from train.format import size
+from ..format import size
+from .finding import Finding, not_applicable, ok, problem, warning
+from .machine import Machine
 
 MB = 2**20
 _LEAST_FREE, _LITTLE_FREE = 500 * MB, 5 * 1024 * MB

@@ -10,7 +10,7 @@ import sys
 import textwrap
 from collections.abc import Iterable
 
-from train import screen
+from .. import screen
 
 OK, WARNING, PROBLEM, NOT_APPLICABLE = "ok", "warning", "problem", "not applicable"
 _COLOUR = {OK: "32", WARNING: "33", PROBLEM: "31", NOT_APPLICABLE: "2"}

@@ -7,9 +7,9 @@ import re
 import xml.etree.ElementTree as xml
 from collections.abc import Iterator
 
-from train.doctor import packages, peers
-from train.doctor.finding import Finding, not_applicable, ok, problem, warning
-from train.doctor.machine import Machine, Output
+from . import packages, peers
+from .finding import Finding, not_applicable, ok, problem, warning
+from .machine import Machine, Output
 
 DRIVER = 525
 """The oldest driver that runs PyTorch's CUDA 12 libraries (CUDA compatibility guide, minor version compatibility). The

@@ -7,8 +7,8 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from train.doctor.finding import Finding, not_applicable, ok, problem, warning
-from train.doctor.machine import Machine
+from .finding import Finding, not_applicable, ok, problem, warning
+from .machine import Machine
 
 COMPOSE = (2, 24)
 """The oldest version of docker compose that reads docker-compose.yml."""

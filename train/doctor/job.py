@@ -23,14 +23,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from train import format, variables
-from train.doctor import finding, peers
-from train.doctor.finding import Finding, ok, problem, warning
-from train.errors import one_line
-from train.gpus import number_by_bus
-from train.parallel.devices import prepare_nccl
-from train.parallel.rank_env import is_under_torchrun, meeting_port, read_rank_env
-from train.supervise.node_checks import code_digest
+from .. import format, variables
+from ..errors import one_line
+from ..gpus import number_by_bus
+from ..nodes.node_checks import code_digest
+from ..parallel.devices import prepare_nccl
+from ..parallel.rank_env import is_under_torchrun, meeting_port, read_rank_env
+from . import finding, peers
+from .finding import Finding, ok, problem, warning
 
 DEADLINE = 30.0
 """Seconds a rank may take to start, to answer and to reduce. Default of --timeout."""

@@ -6,10 +6,10 @@ import os
 import resource
 from collections.abc import Iterator
 
-from train.doctor.finding import Finding, ok, problem
-from train.doctor.machine import Machine
-from train.format import size
-from train.supervise.memory import limits
+from ..format import size
+from ..supervise.memory import limits
+from .finding import Finding, ok, problem
+from .machine import Machine
 
 MB, GB = 2**20, 2**30
 _LEAST_SHARED = 256 * MB

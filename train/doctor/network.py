@@ -7,10 +7,10 @@ import ipaddress
 import socket
 from collections.abc import Iterator
 
-from train import infiniband, variables
-from train.doctor.finding import Finding, ok, problem, warning
-from train.doctor.machine import Machine
-from train.supervise.address import Place, interface_of, is_mine, source_towards
+from .. import infiniband, variables
+from ..nodes.address import Place, interface_of, is_mine, source_towards
+from .finding import Finding, ok, problem, warning
+from .machine import Machine
 
 _PATIENCE = 3.0
 """Seconds a connection may take. If it takes longer, a firewall drops it."""

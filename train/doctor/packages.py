@@ -9,8 +9,8 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from train.doctor.finding import Finding, not_applicable, ok, problem
-from train.doctor.machine import Machine
+from .finding import Finding, not_applicable, ok, problem
+from .machine import Machine
 
 ROOT = Path(__file__).resolve().parents[2]
 """The folder of the checkout."""

@@ -19,8 +19,8 @@ import itertools
 import re
 from collections.abc import Iterator, Sequence
 
-from train.doctor.finding import Finding, not_applicable, ok, warning
-from train.doctor.machine import Machine
+from .finding import Finding, not_applicable, ok, warning
+from .machine import Machine
 
 DISABLE = "NCCL_P2P_DISABLE"
 _STATES = {

@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 
-from train import caches
-from train.doctor.finding import Finding, ok, problem, warning
-from train.doctor.machine import Machine
+from .. import caches
+from .finding import Finding, ok, problem, warning
+from .machine import Machine
 
 
 def checks(machine: Machine) -> Iterator[Finding]:

@@ -2,7 +2,7 @@
 
     python -P …/train/module_runner.py train.launcher.agent FOLDER_OF_THE_REQUEST [entered]
 
-Imports no torch: forks of the zygote (supervise/zygote.py) do the work that needs torch.
+Imports no torch: forks of the zygote (zygote/client.py) do the work that needs torch.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from train import module_runner
-from train.errors import EXIT_FAILED, EXIT_REFUSED, Refused, one_line
-from train.run import durable, environment, folders, states
-from train.run.run_folder import Lock, Run
-from train.signals import KEEPER, USER, StopRequest, leave
+from .. import module_runner
+from ..errors import EXIT_FAILED, EXIT_REFUSED, Refused, one_line
+from ..run import durable, environment, folders, states
+from ..run.run_folder import Lock, Run
+from ..signals import KEEPER, USER, StopRequest, leave
 
 if TYPE_CHECKING:
-    from train.launcher.create_run import OpenedRun
-    from train.launcher.request import LaunchRequest
+    from .create_run import OpenedRun
+    from .request import LaunchRequest
 
 _OF_PANE = ("TMUX", "TMUX_PANE", "TERM")
 """Variables that belong to the terminal."""
@@ -40,8 +40,8 @@ def main() -> None:
         _take_environment(content["env"])
     (folder / "request.json").unlink(missing_ok=True)  # it holds secrets, which must not stay if the launch is killed
     _never_wait_for_terminal()
-    from train.launcher.create_run import open_run
-    from train.launcher.request import LaunchRequest
+    from .create_run import open_run
+    from .request import LaunchRequest
 
     stop = StopRequest()
     signal.signal(signal.SIGHUP, _leave)  # until the run exists; then create_run.py ignores the terminal's end
@@ -86,7 +86,7 @@ def _leave(number: int, frame: object) -> None:
 
 def error_line(error: BaseException) -> str:
     """Return why a request cannot be carried out. The traceback of an unexpected error goes to the terminal."""
-    from train.supervise.zygote import described
+    from ..zygote.client import described
 
     if isinstance(error, Refused):
         return str(error)
@@ -106,7 +106,7 @@ def _answer(folder: Path, answer: dict[str, Any]) -> bool:
 
 def undo(launch: LaunchRequest, run: Run, lock: Lock) -> None:
     """Remove a run whose launch was withdrawn; mark a run as stopped if its resume was withdrawn."""
-    from train.supervise import attempts
+    from ..supervise import attempts
 
     if launch.kind == "resume":
         by = KEEPER if launch.by_keeper else USER
@@ -118,14 +118,14 @@ def undo(launch: LaunchRequest, run: Run, lock: Lock) -> None:
 
 def keep(opened: OpenedRun, stop: StopRequest) -> int:
     """Run the ranks until the run ends, and show its progress on the terminal. Returns the exit code."""
-    from train.launcher import script
-    from train.launcher.live_view import LiveView
-    from train.launcher.tmux import note_move
-    from train.supervise.attempts import Supervisor
-    from train.supervise.decide import LaunchMode
-    from train.supervise.multi_node import MultiNodeSupervisor
-    from train.supervise.nodes import Nodes, settings_of
-    from train.supervise.ranks import Ranks
+    from ..nodes.multi_node import MultiNodeSupervisor
+    from ..nodes.nodes import Nodes, settings_of
+    from ..supervise.attempts import Supervisor
+    from ..supervise.decide import LaunchMode
+    from ..supervise.ranks import Ranks
+    from . import script
+    from .live_view import LiveView
+    from .tmux import note_move
 
     run, record, place = opened.run, opened.run.read(), opened.run.path
     is_script = bool(record.get("script"))

@@ -10,15 +10,15 @@ from collections.abc import Callable
 
 from torch import nn
 
-from train.config import Config
-from train.data.plan import Plan
-from train.errors import Refused
-from train.parallel.torch_private import BatchNorm, without_compiler
-from train.tasks import Task
-from train.trainer import build
-from train.trainer.freeze import set_training
-from train.trainer.loss import training_loss
-from train.trainer.updates import read_updates
+from ..build import objects
+from ..build.freeze import set_training
+from ..build.loss import training_loss
+from ..build.updates import read_updates
+from ..config import Config
+from ..data.plan import Plan
+from ..errors import Refused
+from ..parallel.torch_private import BatchNorm, without_compiler
+from ..tasks import Task
 
 _SAID = "Expected more than 1 value per channel when training"
 """Part of torch's error message."""
@@ -38,7 +38,7 @@ def check(
     Raises:
         Refused: a micro batch has one sample, and a forward pass on it fails.
     """
-    plan = build.plan_of(config, len(train_set))  # type: ignore[arg-type]
+    plan = objects.plan_of(config, len(train_set))  # type: ignore[arg-type]
     step = first_alone(plan, steps)
     if step is None or not _fails(task, config, train_set, model(), ranks):
         return
@@ -76,11 +76,11 @@ def _fails(task: Task, config: Config, train_set: object, model: nn.Module, rank
     norms = [part for part in model.modules() if isinstance(part, BatchNorm) and part.training]
     if not norms or (config.sync_batchnorm and ranks > 1):
         return False
-    from train.trainer.load import cpu_precision  # late: it loads the compiler
+    from ..trainer.load import cpu_precision  # late: it loads the compiler
 
     precision = cpu_precision(config)
     try:
-        batch = build.first_samples(task, config, precision, train_set, count=1)
+        batch = objects.first_samples(task, config, precision, train_set, count=1)
         with without_compiler(), precision.autocast():
             for update in read_updates(task, model, config):
                 training_loss(update.loss, lambda loss: loss(model), batch, 1, update.what)

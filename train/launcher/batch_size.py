@@ -22,14 +22,14 @@ from pathlib import Path
 from subprocess import DEVNULL
 from typing import TYPE_CHECKING, Any
 
-from train import module_runner
-from train.errors import Refused, one_line
-from train.signals import end_with_parent, leave
-from train.supervise import memory
+from .. import module_runner
+from ..errors import Refused, one_line
+from ..signals import end_with_parent, leave
+from ..supervise import memory
 
 if TYPE_CHECKING:
-    from train.config import Config
-    from train.launcher.request import Request
+    from ..config import Config
+    from .request import Request
 
 _FULL = 4
 """Exit code of a rank that ran out of memory."""
@@ -49,7 +49,7 @@ def find(request: Request, config: Config) -> tuple[int, str]:
     Raises:
         Refused: no size fits, or a step fails for another reason.
     """
-    from train import config as configuration
+    from .. import config as configuration
 
     flat = configuration.to_flat(config)
     if config.parallel.shard_size is not None:  # only the ranks of this machine take part
@@ -116,9 +116,9 @@ def main() -> None:
     memory.lower_than_agent()
     import torch
 
-    from train import config as configuration
-    from train.launcher.request import load_task
-    from train.tasks import where
+    from .. import config as configuration
+    from ..tasks import where
+    from .request import load_task
 
     task = load_task(request["task"], request["copy"])  # loads without error: the calling process has loaded it
     code, message = 0, ""
@@ -146,27 +146,28 @@ def _steps(task: Any, config: Any, rank: int, ranks: int, store: str) -> None:
     """Make two steps on the first samples, as the run will make them."""
     import torch
 
-    from train.parallel.devices import pick_device, take_device
-    from train.parallel.precision import Precision
-    from train.parallel.rank_env import RankEnv
-    from train.parallel.world import join
-    from train.trainer import build, determinism, setup
-    from train.trainer.freeze import set_training
-    from train.trainer.hooks import Hooks
-    from train.trainer.updates import spread_updates
+    from ..build import determinism, objects
+    from ..build.freeze import set_training
+    from ..build.hooks import Hooks
+    from ..build.updates import spread_updates
+    from ..parallel.devices import pick_device, take_device
+    from ..parallel.precision import Precision
+    from ..parallel.rank_env import RankEnv
+    from ..parallel.world import join
+    from ..trainer import setup
 
     config.cpu_threads = config.cpu_threads or 1
     determinism.set_determinism(config)
     device = pick_device(config, ranks, rank)
-    train_set, _ = build.make_datasets(task, config)
+    train_set, _ = objects.make_datasets(task, config)
     take_device(device)
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         torch.cuda.set_per_process_memory_fraction((1 - _SPARE) * free / total, device)
     precision = Precision(config.precision, device)
-    batch = build.first_samples(task, config, precision, train_set)
+    batch = objects.first_samples(task, config, precision, train_set)
     world = join(config, RankEnv(rank, ranks, rank, ranks, f"file://{store}"), device)
-    model = setup.arrange(build.make_model(task, config, precision.weights), config, ranks, compiles=False)
+    model = setup.arrange(objects.make_model(task, config, precision.weights), config, ranks, compiles=False)
     updates, _ = spread_updates(task, model, config, world, precision)
     _hooks = Hooks(task, updates[0].strategy, config)  # an average of the weights takes memory too
     set_training(updates[0].strategy.module, config.freeze)

@@ -14,27 +14,28 @@ from typing import Any
 
 import torch
 
-from train import config as configuration
-from train import gpus
-from train.config import Config
-from train.data import fingerprint, probe, threads
-from train.data.fetch import EVALUATION, TRAINING, is_indexed_at_once
-from train.errors import Refused, nearest
-from train.launcher import batch_norm, deterministic, provenance, unused_fields
-from train.launcher.request import Request, resolve
-from train.launcher.task_source import of_task, unused_warning
-from train.launcher.unused_fields import Asked, asked, of_no_use
-from train.parallel import choose
-from train.parallel.devices import check_fork, check_kernels, pick_device
-from train.parallel.precision import Precision, auto, lacks_tf32
-from train.parallel.torch_private import without_compiler
-from train.parallel.wrap_units import recompute, wrapped
-from train.run import best, imports
-from train.tasks import Task
-from train.trainer import build, cores, initial_weights, schedule, trace
-from train.trainer.build import make_objects
-from train.trainer.loggers import wandb
-from train.trainer.updates import read_updates
+from .. import config as configuration
+from .. import gpus
+from ..build import cores, initial_weights, objects, schedule
+from ..build.objects import make_objects
+from ..build.updates import read_updates
+from ..config import Config
+from ..data import fingerprint, probe, threads
+from ..data.fetch import EVALUATION, TRAINING, is_indexed_at_once
+from ..errors import Refused, nearest
+from ..parallel import choose
+from ..parallel.devices import check_fork, check_kernels, pick_device
+from ..parallel.precision import Precision, auto, lacks_tf32
+from ..parallel.torch_private import without_compiler
+from ..parallel.wrap_units import recompute, wrapped
+from ..run import best, imports
+from ..tasks import Task
+from ..trainer import trace
+from ..trainer.loggers import wandb
+from . import batch_norm, deterministic, provenance, unused_fields
+from .request import Request, resolve
+from .task_source import of_task, unused_warning
+from .unused_fields import Asked, asked, of_no_use
 
 METRICS = ("checkpoint.best", "early_stopping.metric")
 """Fields that name a metric of the evaluations."""
@@ -99,7 +100,7 @@ def prepare(request: Request) -> Prepared:
         raise Refused(found.threads)
     micro_reason = threads_reason = ""
     if is_searched:
-        from train.launcher import batch_size
+        from . import batch_size
 
         config.micro_batch_size, micro_reason = batch_size.find(request, config)
         check_sync_batchnorm(config, device, everywhere, len(found.train_set))
@@ -118,7 +119,7 @@ def prepare(request: Request) -> Prepared:
         "warnings": warnings,
         "unused_fields": of_no_use(task, source),
     }
-    data = build.fingerprint(task, config, found.train_set, found.eval_sets)
+    data = objects.fingerprint(task, config, found.train_set, found.eval_sets)
     record["not_exact"] = not_exact(task, config, found)
     files: dict[str, str | bytes] = {fingerprint.FACTS: json.dumps(data, indent=1) + "\n"}
     files["config.toml"] = configuration.to_toml(config)
@@ -167,7 +168,7 @@ def check_run(task: Task, config: Config, local: int, ranks: int, asked: Asked) 
         raise Refused("--early_stopping.metric needs evaluations before the end; give --eval.every_epochs")
     if config.on_nan == "skip" and config.precision == "fp16":
         raise Refused("--on_nan skip is not needed: the loss scaling of fp16 skips such steps; leave out --on_nan")
-    train_set, eval_sets = build.make_datasets(task, config)
+    train_set, eval_sets = objects.make_datasets(task, config)
     problem = threads.problem() if config.data.workers != 0 else ""  # ranks fork data workers now, before model()
     if config.data.workers and problem:
         raise Refused(problem)
@@ -180,7 +181,7 @@ def check_run(task: Task, config: Config, local: int, ranks: int, asked: Asked) 
     for field in METRICS:
         check_metric(field, config, task, eval_sets)
     check_sync_batchnorm(config, device, ranks, len(train_set))
-    total = build.total_steps(config, build.plan_of(config, len(train_set)))
+    total = objects.total_steps(config, objects.plan_of(config, len(train_set)))
     schedule.check(task, config, total)
     trace.steps_of(config.log.trace, total=total)
     return _Checked(precision, cards, train_set, eval_sets, total, problem, warnings)
@@ -270,17 +271,17 @@ def check_model(task: Task, config: Config, ranks: int, precision: Precision) ->
     Raises:
         Refused: they cannot.
     """
-    model = build.make_model(task, config, precision.weights)
-    build.check_forward(task, model)
+    model = objects.make_model(task, config, precision.weights)
+    objects.check_forward(task, model)
     choose.check_model(model, ranks, precision.device)
     if choose.shards(config, ranks):
-        from train.parallel import fsdp
+        from ..parallel import fsdp
 
         if task.inference_model is not None:
             how = config.parallel.strategy
             raise Refused(f"{how} cannot run inference_model() of {task.file}; remove it, or use ddp")
         fsdp.check(model, config)
-    build.inference_model(task, model)
+    objects.inference_model(task, model)
     if config.compile == "blocks":
         wrapped(model, config)
     recompute(model, config.parallel.recompute)

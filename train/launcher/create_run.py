@@ -10,17 +10,18 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from train import caches, hash_seed, variables
-from train.errors import Refused
-from train.launcher import ranks_and_gpus, resumable, script
-from train.launcher.request import ALONE, LaunchRequest, Request
-from train.launcher.tmux import session_of
-from train.run import copies, durable, environment, folders, imports, owner, ownership, states
-from train.run.record import Record
-from train.run.run_folder import Lock, Run
-from train.supervise import address, attempts
-from train.supervise.decide import CODES
-from train.supervise.zygote import CHECKS, RANKS, SCRIPT, Zygote, acquire
+from .. import caches, hash_seed, variables
+from ..errors import Refused
+from ..nodes import address
+from ..run import copies, durable, environment, folders, imports, owner, ownership, states
+from ..run.record import Record
+from ..run.run_folder import Lock, Run
+from ..supervise import attempts
+from ..supervise.decide import CODES
+from ..zygote.client import CHECKS, RANKS, SCRIPT, Zygote, acquire
+from . import ranks_and_gpus, resumable, script
+from .request import ALONE, LaunchRequest, Request
+from .tmux import session_of
 
 
 @dataclasses.dataclass
@@ -163,20 +164,20 @@ def check(given: dict[str, Any]) -> CheckedLaunch:
     of_gloo = variables.keep_gloo_at_home(dict(os.environ)) if nodes == ALONE and ranks > 1 else ""
     more = [of_gloo] if of_gloo else []
     if run is not None:
-        from train import config as configuration
-        from train.launcher.resume import prepare_resume
+        from .. import config as configuration
+        from .resume import prepare_resume
 
         config, warnings = prepare_resume(run, launch.flags, ranks, nodes)
         files: dict[str, str | bytes] = {"config.toml": configuration.to_toml(config)} if launch.flags else {}
         warnings = [*more, *warnings]
         return CheckedLaunch(ranks, visible, files, {"warnings": warnings}, warnings)
     if launch.kind == "fork":
-        from train.launcher.fork import prepare_fork
+        from .fork import prepare_fork
 
         of, step = folders.find(Path(launch.runs), launch.request["of"]), launch.request["step"]
         prepared = prepare_fork(of, step, launch.flags, ranks)
     else:
-        from train.launcher.checks import prepare
+        from .checks import prepare
 
         imports.watch()
         prepared = prepare(Request(**launch.request, ranks=ranks, nodes=nodes))

@@ -14,15 +14,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from train.config import Config
-from train.data.to_device import to_device
-from train.errors import Refused
-from train.parallel.torch_private import noting_operators, without_compiler
-from train.tasks import Task
-from train.trainer import build
-from train.trainer.freeze import set_training
-from train.trainer.loss import training_loss
-from train.trainer.updates import read_updates
+from ..build import objects
+from ..build.freeze import set_training
+from ..build.loss import training_loss
+from ..build.updates import read_updates
+from ..config import Config
+from ..data.to_device import to_device
+from ..errors import Refused
+from ..parallel.torch_private import noting_operators, without_compiler
+from ..tasks import Task
 
 _SAMPLES = 2
 """Number of samples; BatchNorm may need more than one."""
@@ -72,11 +72,11 @@ def check(task: Task, config: Config, device: torch.device, train_set: object, m
 
 def _first_lacking(task: Task, config: Config, train_set: object, model: nn.Module) -> str:
     """Return the first such operator of a step, in words; '' if there is none, or if the step cannot be computed so."""
-    from train.trainer.load import cpu_precision  # late: it loads the compiler
+    from ..trainer.load import cpu_precision  # late: it loads the compiler
 
     found: list[str] = []
     try:
-        batch = build.first_samples(task, config, cpu_precision(config), train_set, count=_SAMPLES)
+        batch = objects.first_samples(task, config, cpu_precision(config), train_set, count=_SAMPLES)
         batch = to_device(batch, torch.device("meta"))
         set_training(model.to("meta"), config.freeze)
         with warnings.catch_warnings(action="ignore"), without_compiler(), noting(found):

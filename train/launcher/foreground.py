@@ -14,18 +14,18 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-from train import gpus, screen
-from train.errors import EXIT_REFUSED, Refused, one_line
-from train.launcher.create_run import check_in_fork
-from train.launcher.request import ALONE, LaunchRequest, Request
-from train.parallel.rank_env import RankEnv, is_under_torchrun, meeting_port, read_rank_env
-from train.run import environment, folders
-from train.run.outcome import Kind, Outcome
-from train.run.run_folder import Lock, Run
-from train.signals import POLITE, StopRequest, leave
-from train.supervise.attempts import Supervisor, supervise_alone
-from train.supervise.decide import LaunchMode
-from train.supervise.ranks import Ranks
+from .. import gpus, screen
+from ..errors import EXIT_REFUSED, Refused, one_line
+from ..parallel.rank_env import RankEnv, is_under_torchrun, meeting_port, read_rank_env
+from ..run import environment, folders
+from ..run.outcome import Kind, Outcome
+from ..run.run_folder import Lock, Run
+from ..signals import POLITE, StopRequest, leave
+from ..supervise.attempts import Supervisor, supervise_alone
+from ..supervise.decide import LaunchMode
+from ..supervise.ranks import Ranks
+from .create_run import check_in_fork
+from .request import ALONE, LaunchRequest, Request
 
 _HEARD = 10.0
 """Seconds the other ranks get to read that the run is refused."""
@@ -69,7 +69,7 @@ def _under_torchrun(runs: Path, name: str | None, request: Request) -> int:
     """
     import torch.distributed as dist
 
-    from train.supervise.worker import log_to
+    from ..supervise.worker import log_to
 
     log_to(sys.stderr)
     # torchrun would restart a rank that exits with another code than 0; srun does not
@@ -146,7 +146,7 @@ def shape(rank_env: RankEnv) -> tuple[int, range]:
 
 def _rank_of_torchrun(made: Run, attempt: int, rank_env: RankEnv, stop: StopRequest) -> tuple[Outcome, int]:
     """Train as one rank. Returns its outcome and its exit code."""
-    from train.supervise.worker import exit_code, keep_log, run_rank, show
+    from ..supervise.worker import exit_code, keep_log, run_rank, show
 
     logs = made.logs(attempt)
     keep_log(logs, rank_env.rank)
@@ -158,7 +158,7 @@ def _rank_of_torchrun(made: Run, attempt: int, rank_env: RankEnv, stop: StopRequ
 
 def open_under_torchrun(runs: Path, name: str | None, request: Request) -> tuple[Run, Lock]:
     """Create the run, or find it again after torchrun has restarted this process."""
-    from train.launcher.checks import prepare
+    from .checks import prepare
 
     job = f"{os.environ.get('TORCHELASTIC_RUN_ID', 'none')}/{os.getppid()}"
     made: Run | None = None

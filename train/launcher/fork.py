@@ -8,27 +8,28 @@ from typing import Any
 import torch
 from torch import nn
 
-from train import config as configuration
-from train.checkpoint import manifest as manifests
-from train.checkpoint.load import load
-from train.config import Config, Init, Parallel
-from train.data import fingerprint
-from train.errors import Refused
-from train.launcher import batch_norm, checks, deterministic, provenance, rate_change
-from train.launcher.checks import Prepared
-from train.launcher.request import ALONE
-from train.launcher.resume import check_data
-from train.launcher.task_source import of_run
-from train.launcher.unused_fields import asked, of_no_use
-from train.parallel.world import World
-from train.run import imports
-from train.run.run_folder import Run
-from train.tasks import Task
-from train.trainer import cores, early_stopping
-from train.trainer.build import config_of, task_of
-from train.trainer.hooks import Hooks
-from train.trainer.load import cpu_precision
-from train.trainer.updates import read_updates, spread_updates
+from .. import config as configuration
+from ..build import cores
+from ..build.hooks import Hooks
+from ..build.objects import config_of, task_of
+from ..build.updates import read_updates, spread_updates
+from ..checkpoint import manifest as manifests
+from ..checkpoint.load import load
+from ..config import Config, Init, Parallel
+from ..data import fingerprint
+from ..errors import Refused
+from ..parallel.world import World
+from ..run import imports
+from ..run.run_folder import Run
+from ..tasks import Task
+from ..trainer import early_stopping
+from ..trainer.load import cpu_precision
+from . import batch_norm, checks, deterministic, provenance, rate_change
+from .checks import Prepared
+from .request import ALONE
+from .resume import check_data
+from .task_source import of_run
+from .unused_fields import asked, of_no_use
 
 _OF_FORK = ("task.py", imports.MODULES, fingerprint.FACTS, "metrics.jsonl")
 """Files that a fork copies from the forked run, besides a checkpoint."""

@@ -1,7 +1,7 @@
 """`train keeper`: resumes interrupted runs when it starts and while it lives; saves and stops all runs on SIGTERM.
 
 While it lives it holds a zygote that has imported torch. Launches and resumes borrow it and so start faster
-(supervise/zygote.py). Several keepers and users are safe side by side: a run belongs to the process that takes its lock
+(zygote/client.py). Several keepers and users are safe side by side: a run belongs to the process that takes its lock
 first. Imports no torch.
 """
 
@@ -17,13 +17,13 @@ import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from train import hash_seed, screen
-from train.errors import EXIT_FINISHED, Refused, one_line
-from train.launcher import resumable, stopping, tmux
-from train.launcher.request import LaunchRequest
-from train.run import folders, owner, ownership, run_folder, states
-from train.run.run_folder import Run
-from train.supervise import zygote
+from .. import hash_seed, screen
+from ..errors import EXIT_FINISHED, Refused, one_line
+from ..run import folders, owner, ownership, run_folder, states
+from ..run.run_folder import Run
+from ..zygote import client as zygote
+from . import resumable, stopping, tmux
+from .request import LaunchRequest
 
 LOOK_EVERY = 2.0
 """Seconds between two looks at the runs."""

@@ -6,13 +6,13 @@ import contextlib
 from pathlib import Path
 from typing import TextIO
 
-from train import screen
-from train.format import figure, figures
-from train.run import metrics
-from train.run.progress_lines import EVERY, Folding
-from train.run.record import Record
-from train.run.run_folder import Run
-from train.screen import Bar
+from .. import screen
+from ..format import figure, figures
+from ..run import metrics
+from ..run.progress_lines import EVERY, Folding
+from ..run.record import Record
+from ..run.run_folder import Run
+from ..screen import Bar
 
 
 class LogTail:

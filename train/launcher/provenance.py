@@ -7,8 +7,7 @@ import platform
 import subprocess
 from collections.abc import Sequence
 
-import train
-from train import gpus
+from .. import __version__, gpus
 
 
 def versions(found: Sequence[gpus.Card] = ()) -> dict[str, str]:
@@ -20,7 +19,7 @@ def versions(found: Sequence[gpus.Card] = ()) -> dict[str, str]:
     import torch
 
     return {
-        "train": train.__version__,
+        "train": __version__,
         "python": platform.python_version(),
         "torch": str(torch.__version__),  # else a torch class, which needs torch to be unpickled
         "cuda": torch.version.cuda or "none",

@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from train.errors import Refused, is_whole, whole
-from train.gpus import VISIBLE, number_by_bus
-from train.launcher.request import LaunchRequest
-from train.run import environment
-from train.run.run_folder import Run
+from ..errors import Refused, is_whole, whole
+from ..gpus import VISIBLE, number_by_bus
+from ..run import environment
+from ..run.run_folder import Run
+from .request import LaunchRequest
 
 MOST_RANKS = 4096
 """Maximum number of ranks on one machine."""

@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 import shlex
 
-from train.config import Config
-from train.run.metrics import each, is_evaluation, last_training
-from train.run.run_folder import Run
-from train.tasks import Task
-from train.trainer import build
-from train.trainer.schedule import Planned, factors, moved, rate_scale
+from ..build import objects
+from ..build.schedule import Planned, factors, moved, rate_scale
+from ..config import Config
+from ..run.metrics import each, is_evaluation, last_training
+from ..run.run_folder import Run
+from ..tasks import Task
 
 
 def warnings(
@@ -27,7 +27,7 @@ def warnings(
         has_rate: Whether optim.lr is the learning rate.
     """
     before, after = (_planned(config, samples) for config in configs)
-    with build.refusing(task, "schedule()"):
+    with objects.refusing(task, "schedule()"):
         factor = moved(task, before, after, step)
     if factor is None:
         return []
@@ -53,8 +53,8 @@ def warnings(
 
 
 def _planned(config: Config, samples: int) -> Planned:
-    plan = build.plan_of(config, samples)
-    return Planned(config, plan.steps_per_epoch, build.total_steps(config, plan))
+    plan = objects.plan_of(config, samples)
+    return Planned(config, plan.steps_per_epoch, objects.total_steps(config, plan))
 
 
 def _base(config: Config) -> float:

@@ -11,13 +11,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from train import gpus
-from train.errors import Refused
-from train.run import folders
-from train.tasks import Task, load
+from .. import gpus
+from ..errors import Refused
+from ..run import folders
+from ..tasks import Task, load
 
 if TYPE_CHECKING:
-    from train.config import Config
+    from ..config import Config
 
 ALONE = range(1, 2)
 """The numbers of machines of a run on one machine."""
@@ -77,7 +77,7 @@ def runs_of_node(
     Raises:
         Refused: another node of the run has its folder in the place of node 0's.
     """
-    from train import config as configuration
+    from .. import config as configuration
 
     if not cluster:
         return runs
@@ -104,7 +104,7 @@ def resolve(request: Request) -> tuple[Task, Config]:
     Raises:
         Refused: something in them is unknown or wrong.
     """
-    from train import config as configuration
+    from .. import config as configuration
 
     task = load_task(request.task, request.copy)
     return task, configuration.resolve(request.flags, request.config_file, task.Settings, task.DEFAULTS, task.file)

@@ -9,11 +9,11 @@ import shlex
 import socket
 from collections.abc import Iterable
 
-from train.errors import Refused
-from train.run import heartbeat, run_folder, states
-from train.run.record import Record
-from train.run.run_folder import Run
-from train.supervise import decide
+from ..errors import Refused
+from ..run import heartbeat, run_folder, states
+from ..run.record import Record
+from ..run.run_folder import Run
+from ..supervise import decide
 
 KEEPER_TRIES = 3
 """Maximum number of resumes by the keeper in a row without a new checkpoint. After them the run has failed."""
@@ -44,8 +44,8 @@ def is_kept_elsewhere(record: Record) -> bool:
 
 def check_flags(run: Run, flags: dict[str, str]) -> None:
     """Raise Refused if a resume may not change fields to these values, as far as is known without the task."""
-    from train import config
-    from train.config.resolve import check_changes
+    from .. import config
+    from ..config.resolve import check_changes
 
     before, given = run.read_config(), config.check_flags(flags)
     # a field that is missing in the file may have its default or be none

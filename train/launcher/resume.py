@@ -6,28 +6,29 @@ from typing import Any
 
 from torch import cuda
 
-from train import config as configuration
-from train.checkpoint import manifest as manifests
-from train.config import Config
-from train.config.resolve import check_changes
-from train.data import fingerprint
-from train.errors import Refused
-from train.launcher import batch_norm, checks, rate_change
-from train.launcher.request import ALONE
-from train.launcher.resumable import fork_of
-from train.launcher.task_source import of_run
-from train.launcher.unused_fields import asked, of_no_use
-from train.parallel import choose
-from train.parallel.compiling import is_of_torch
-from train.parallel.devices import NoGPU
-from train.parallel.precision import Precision
-from train.run import imports, states
-from train.run.metrics import evaluations
-from train.run.record import Record
-from train.run.run_folder import Run
-from train.tasks import Task
-from train.trainer import build, early_stopping, trace
-from train.trainer.build import config_of, data_differs, task_of
+from .. import config as configuration
+from ..build import objects
+from ..build.objects import config_of, data_differs, task_of
+from ..checkpoint import manifest as manifests
+from ..config import Config
+from ..config.resolve import check_changes
+from ..data import fingerprint
+from ..errors import Refused
+from ..parallel import choose
+from ..parallel.compiling import is_of_torch
+from ..parallel.devices import NoGPU
+from ..parallel.precision import Precision
+from ..run import imports, states
+from ..run.metrics import evaluations
+from ..run.record import Record
+from ..run.run_folder import Run
+from ..tasks import Task
+from ..trainer import early_stopping, trace
+from . import batch_norm, checks, rate_change
+from .request import ALONE
+from .resumable import fork_of
+from .task_source import of_run
+from .unused_fields import asked, of_no_use
 
 
 def prepare_resume(run: Run, flags: dict[str, str], local: int, nodes: range = ALONE) -> tuple[Config, list[str]]:
@@ -87,7 +88,7 @@ def prepare_resume(run: Run, flags: dict[str, str], local: int, nodes: range = A
         task, config, found.train_set, lambda: checks.check_model(task, config, ranks, found.precision), ranks,
         range(step, found.total), lambda other: _elsewhere(run, flags | other),
     )  # fmt: skip
-    micros = build.plan_of(config, len(found.train_set)).micro_batches(0)
+    micros = objects.plan_of(config, len(found.train_set)).micro_batches(0)
     if micros < ranks:
         warnings.append(f"a step has {micros} micro batches for {ranks} ranks, so {ranks - micros} ranks have no work")
     warnings += rate_change.warnings(
@@ -109,7 +110,7 @@ def _check_gathering(
 def _check_compiled(run: Run, task: Task, config: Config, flags: dict[str, str]) -> None:
     """Check that `compile` means what it meant when the run started. Raises Refused: it does not."""
     is_new = run.read().get("compiles_torch") or not run.newest_checkpoint
-    if config.compile is True and not is_new and is_of_torch(build.make_model(task, config)):
+    if config.compile is True and not is_new and is_of_torch(objects.make_model(task, config)):
         raise Refused(
             f"{run.name} is from a version in which --compile true compiled no nn.Sequential, so it would end with "
             f"other bits; {fork_of(run, flags)}"

@@ -6,13 +6,13 @@ import os
 from pathlib import Path
 from typing import Any
 
-from train.errors import Refused
-from train.gpus import seen_here
-from train.launcher import provenance
-from train.launcher.request import LaunchRequest
-from train.run import imports, owner
-from train.run.record import Record
-from train.run.run_folder import Run
+from ..errors import Refused
+from ..gpus import seen_here
+from ..run import imports, owner
+from ..run.record import Record
+from ..run.run_folder import Run
+from . import provenance
+from .request import LaunchRequest
 
 AFTER_STOP = "starts it again (it continues if it loads its own checkpoint)"
 """End of a message: what `train resume` does with a stopped script."""
@@ -61,7 +61,7 @@ def watch_flags(flags: dict[str, str]) -> dict[str, Any]:
     Raises:
         Refused: another field, or a wrong value.
     """
-    from train import config
+    from .. import config
 
     for name in flags:
         if not name.startswith("watch."):

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import time
 
-from train import screen, signals
-from train.errors import EXIT_FAILED, EXIT_FINISHED, Refused
-from train.launcher.script import AFTER_STOP
-from train.run import states
-from train.run.record import Record
-from train.run.run_folder import Run
-from train.supervise import attempts
+from .. import screen, signals
+from ..errors import EXIT_FAILED, EXIT_FINISHED, Refused
+from ..run import states
+from ..run.record import Record
+from ..run.run_folder import Run
+from ..supervise import attempts
+from .script import AFTER_STOP
 
 
 def stop(run: Run, now: bool) -> tuple[int, str]:

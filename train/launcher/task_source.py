@@ -15,10 +15,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from train import tasks
-from train.run import imports
-from train.run.run_folder import Run
-from train.tasks import ARGUMENTS, Task
+from .. import tasks
+from ..run import imports
+from ..run.run_folder import Run
+from ..tasks import ARGUMENTS, Task
 
 _NAMES = {"config", "cfg", "conf"}
 """Common names of a configuration, for places where its name cannot be derived."""

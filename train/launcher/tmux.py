@@ -23,13 +23,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from train import hash_seed, module_runner
-from train.errors import Refused
-from train.launcher.request import LaunchRequest
-from train.run import environment, folders, owner, ownership
-from train.run.run_folder import Run
-from train.run.states import FOR_KEEPER, NOW
-from train.supervise import zygote
+from .. import hash_seed, module_runner
+from ..errors import Refused
+from ..run import environment, folders, owner, ownership
+from ..run.run_folder import Run
+from ..run.states import FOR_KEEPER, NOW
+from ..zygote import client as zygote
+from .request import LaunchRequest
 
 _TRIES = 50
 """Maximum number of tries to start a session, ten per second."""
@@ -163,7 +163,7 @@ def _withdraw(folder: Path, launch: LaunchRequest) -> Path:
     folder = folder.rename(folder.with_name(folder.name + "-withdrawn"))  # from here on no answer can be written
     answer = folder / "answer.json"
     if answer.exists() and "refused" not in json.loads(answer.read_text(encoding="utf-8")):
-        from train.launcher.stopping import stop_and_wait  # late: it imports much and is rarely needed
+        from .stopping import stop_and_wait  # late: it imports much and is rarely needed
 
         run = Run(Path(launch.runs) / launch.name)
         # when the keeper ends, the run shall be resumed later

@@ -10,11 +10,11 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from train import config as configuration
-from train.config import SPREAD, Config
-from train.errors import Refused
-from train.launcher.task_source import Source, of_task
-from train.tasks import Task
+from .. import config as configuration
+from ..config import SPREAD, Config
+from ..errors import Refused
+from ..tasks import Task
+from .task_source import Source, of_task
 
 _OPTIM, _GROUPS = ("optim.",), ("optim.no_decay", "optim.layer_decay")
 _INSTEAD = {

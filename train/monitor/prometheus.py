@@ -26,15 +26,14 @@ import psutil
 from prometheus_client import Metric
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
-import train
-from train import screen
-from train.errors import EXIT_FINISHED, Refused, one_line
-from train.gpus import ECC, REASONS, Gpus, GpuState, process_of
-from train.launcher import keeper
-from train.monitor import run_status
-from train.run import heartbeat, states
-from train.run.record import Record
-from train.run.run_folder import Run, seconds_of
+from .. import __version__, screen
+from ..errors import EXIT_FINISHED, Refused, one_line
+from ..gpus import ECC, REASONS, Gpus, GpuState, process_of
+from ..launcher import keeper
+from ..run import heartbeat, states
+from ..run.record import Record
+from ..run.run_folder import Run, seconds_of
+from . import run_status
 
 log = logging.getLogger("train.exporter")
 
@@ -168,7 +167,7 @@ class Collector(prometheus_client.registry.Collector):
             self._try("the disk", lambda: self._add_disk(figures))
             self._try("the runs", lambda: self._add_runs(figures))
             figures.add("train_keeper_last_seen_timestamp_seconds", keeper.last_seen())
-            figures.add("train_exporter_info", 1, train.__version__)
+            figures.add("train_exporter_info", 1, __version__)
             figures.add("train_exporter_problems_total", self._problems)
             figures.add("train_exporter_look_duration_seconds", time.perf_counter() - begun)
             return figures.families()

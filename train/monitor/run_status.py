@@ -17,13 +17,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from train.cluster import jobs
-from train.cluster.engine import JobStatus, engine
-from train.errors import Refused
-from train.run import folders, heartbeat, metrics, run_folder, states
-from train.run.heartbeat import Beat
-from train.run.record import Record
-from train.run.run_folder import Run
+from ..cluster import jobs
+from ..cluster.engine import JobStatus, engine
+from ..errors import Refused
+from ..run import folders, heartbeat, metrics, run_folder, states
+from ..run.heartbeat import Beat
+from ..run.record import Record
+from ..run.run_folder import Run
 
 ALIVE = (states.CREATED, states.QUEUED, states.RUNNING)
 _ENDED = (states.STOPPED, states.FAILED, states.FINISHED)

@@ -10,15 +10,15 @@ import time
 from pathlib import Path
 from typing import Any
 
-from train import screen
-from train.cluster import jobs
-from train.errors import one_line
-from train.format import figure
-from train.gpus import Gpus, GpuState, process_of
-from train.monitor import run_status
-from train.run import states
-from train.run.record import Record
-from train.run.run_folder import Run
+from .. import screen
+from ..cluster import jobs
+from ..errors import one_line
+from ..format import figure
+from ..gpus import Gpus, GpuState, process_of
+from ..run import states
+from ..run.record import Record
+from ..run.run_folder import Run
+from . import run_status
 
 _NONE = "-"
 _WAITING = (states.CREATED, states.QUEUED, states.INTERRUPTED, states.COPY)

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from train.config import SPREAD, Config
-from train.errors import Refused
+from ..config import SPREAD, Config
+from ..errors import Refused
 
 if TYPE_CHECKING:
-    from train.parallel.precision import Precision
-    from train.parallel.strategy import Strategy
-    from train.parallel.world import World
+    from .precision import Precision
+    from .strategy import Strategy
+    from .world import World
 
 
 def resolve(config: Config, size: int) -> str:
@@ -104,10 +104,10 @@ def _check_ordered(config: Config) -> None:
 
 def make(world: World, config: Config, precision: Precision) -> Strategy:
     """Make the strategy of a run on these ranks."""
-    from train.parallel.ddp import DDP
-    from train.parallel.fsdp import FSDP
-    from train.parallel.ordered import Ordered
-    from train.parallel.strategy import Strategy
+    from .ddp import DDP
+    from .fsdp import FSDP
+    from .ordered import Ordered
+    from .strategy import Strategy
 
     if config.parallel.reduce == "ordered":
         return Ordered(world, config, precision)

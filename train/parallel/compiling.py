@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from train.config import Config
-from train.errors import TrainingFailed
-from train.parallel.torch_private import on_compile
-from train.parallel.wrap_units import wrapped
-from train.run.heartbeat import Heart
+from ..config import Config
+from ..errors import TrainingFailed
+from ..run.heartbeat import Heart
+from .torch_private import on_compile
+from .wrap_units import wrapped
 
 
 def compile_as_asked(model: nn.Module, config: Config) -> None:

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from train.errors import TrainingFailed
-from train.parallel.strategy import STEP_STATS, Strategy
-from train.parallel.torch_private import after_gradients
+from ..errors import TrainingFailed
+from .strategy import STEP_STATS, Strategy
+from .torch_private import after_gradients
 
 _KNOWN = inspect.signature(DistributedDataParallel).parameters
 NO_BUFFER_BROADCAST: dict[str, Any] = {

@@ -9,11 +9,11 @@ from collections.abc import Mapping, MutableMapping, Sequence
 
 import torch
 
-from train import gpus
-from train.config import Config
-from train.errors import Refused
-from train.gpus import Card
-from train.parallel.torch_private import cuda_architectures, grow_segments, is_in_bad_fork
+from .. import gpus
+from ..config import Config
+from ..errors import Refused
+from ..gpus import Card
+from .torch_private import cuda_architectures, grow_segments, is_in_bad_fork
 
 _ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 """Variables of torch's allocator: the name since torch 2.9, and older names."""

@@ -24,11 +24,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from train.config import Config
-from train.errors import Refused, TrainingFailed
-from train.parallel.strategy import Strategy
-from train.parallel.torch_private import Norm, set_group_timeout
-from train.parallel.wrap_units import norms, wrapped
+from ..config import Config
+from ..errors import Refused, TrainingFailed
+from .strategy import Strategy
+from .torch_private import Norm, set_group_timeout
+from .wrap_units import norms, wrapped
 
 
 def check(model: nn.Module, config: Config) -> None:

@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from train.config import Config
-from train.errors import Refused
-from train.parallel.world import World
+from ..config import Config
+from ..errors import Refused
+from .world import World
 
 _ranks: dict[str, Any] = {"world": None, "problem": ""}
 """The ranks while a run trains, and why they cannot gather."""

@@ -24,11 +24,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from train.data.plan import micro_batches_of_rank
-from train.errors import TrainingFailed
-from train.parallel.overlap import OverlappedSums, flatten_as, pair_levels, view_as
-from train.parallel.strategy import Strategy
-from train.parallel.torch_private import add_all_, copy_all
+from ..data.plan import micro_batches_of_rank
+from ..errors import TrainingFailed
+from .overlap import OverlappedSums, flatten_as, pair_levels, view_as
+from .strategy import Strategy
+from .torch_private import add_all_, copy_all
 
 Node = tuple[int, int]
 """A subtree: its first micro batch, and the one after its last."""

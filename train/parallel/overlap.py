@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from train.parallel.world import World
+from .world import World
 
 _FIRST_BUCKET, _OTHER_BUCKETS = 1 << 20, 25 << 20
 """Bytes at which a bucket is full. The first bucket is small, as in DDP."""

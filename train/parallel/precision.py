@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
-from train.errors import Refused
-from train.gpus import Card
-from train.parallel.torch_private import scaler_state
+from ..errors import Refused
+from ..gpus import Card
+from .torch_private import scaler_state
 
 _NOTHING = contextlib.nullcontext()
 # by torch 2.9 and 2.10, of the older of the two ways to say one thing that `allow_tf32` uses

@@ -6,7 +6,7 @@ import dataclasses
 import os
 from typing import Any
 
-from train.errors import Refused, is_whole, one_line, whole
+from ..errors import Refused, is_whole, one_line, whole
 
 
 @dataclasses.dataclass(frozen=True)

@@ -27,12 +27,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from train.config import Config
-from train.errors import TrainingFailed
-from train.parallel import torch_private
-from train.parallel.overlap import DeviceTimer
-from train.parallel.precision import Precision
-from train.parallel.world import World
+from ..config import Config
+from ..errors import TrainingFailed
+from . import torch_private
+from .overlap import DeviceTimer
+from .precision import Precision
+from .world import World
 
 STEP_STATS = ("loss", "count", "stop", "save", "counted", "copy")
 """Numbers that are all-reduced in every step: the sum of the loss and its number of samples; how many ranks were asked

@@ -14,11 +14,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from train import variables
-from train.config import Config
-from train.errors import Refused, TrainingFailed
-from train.parallel.devices import prepare_nccl
-from train.parallel.rank_env import RankEnv
+from .. import variables
+from ..config import Config
+from ..errors import Refused, TrainingFailed
+from .devices import prepare_nccl
+from .rank_env import RankEnv
 
 T = TypeVar("T")
 log = logging.getLogger("train")

@@ -8,9 +8,9 @@ from typing import Any
 
 from torch import nn
 
-from train.config import Config
-from train.errors import Refused
-from train.parallel.torch_private import Norm
+from ..config import Config
+from ..errors import Refused
+from .torch_private import Norm
 
 _UNITS = 32
 """With `wrap auto` a unit has at least one part in this many of all parameters, so that messages are neither many and

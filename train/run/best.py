@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from train.errors import Refused, is_whole, whole
-from train.format import figure
-from train.run.metrics import evaluations
-from train.run.run_folder import Run
+from ..errors import Refused, is_whole, whole
+from ..format import figure
+from .metrics import evaluations
+from .run_folder import Run
 
 
 class Aim(NamedTuple):

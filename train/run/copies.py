@@ -16,9 +16,9 @@ from pathlib import Path
 from types import CodeType
 from typing import Any, NamedTuple
 
-from train.run import imports, owner
-from train.run.record import Record
-from train.run.run_folder import Run
+from . import imports, owner
+from .record import Record
+from .run_folder import Run
 
 _LEVELS = 4
 """Number of folders, from the task's upwards, that the folder of copies links: `Path(__file__).parents[1] / "data"`."""

@@ -12,8 +12,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
-from train.errors import Refused, one_line
-from train.run import environment
+from ..errors import Refused, one_line
+from . import environment
 
 PRIVATE = (environment.FILE,)
 """Files of a run folder that only their owner may read."""

@@ -13,7 +13,7 @@ import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from train import hash_seed
+from .. import hash_seed
 
 FILE = "environment.json"
 """File in the run folder; only its owner may read it."""

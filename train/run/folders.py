@@ -14,11 +14,11 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from train.errors import Refused, nearest, shortened
-from train.run import durable, ownership
-from train.run.durable import sync, write_atomically
-from train.run.run_folder import Run, now
-from train.run.states import CREATED
+from ..errors import Refused, nearest, shortened
+from . import durable, ownership
+from .durable import sync, write_atomically
+from .run_folder import Run, now
+from .states import CREATED
 
 NODES = ".nodes"
 """Folder beside the run folders for those of the nodes other than node 0, if all nodes share a disk."""

@@ -13,7 +13,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from train.run import durable
+from . import durable
 
 STARTING, TRAINING, EVALUATING, SAVING, ENDING, COMPUTING_METRICS, COMPILING = range(7)
 """Phases of a rank. COMPUTING_METRICS may take any time and never counts as a hang."""

@@ -25,8 +25,8 @@ from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from train.run.record import Record
-from train.run.run_folder import Run
+from .record import Record
+from .run_folder import Run
 
 MODULES = "modules.zip"
 """File in the run folder with the copies, under names by which Python finds modules. An entry's comment is its path."""

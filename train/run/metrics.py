@@ -15,9 +15,9 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NotRequired, TypedDict, cast
 
-from train.run import durable
-from train.run.record import Record
-from train.run.run_folder import Run
+from . import durable
+from .record import Record
+from .run_folder import Run
 
 if TYPE_CHECKING:
     from typing_extensions import TypeIs

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from train.run import durable
+from . import durable
 
 _SUFFIX = ".outcome.json"
 

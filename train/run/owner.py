@@ -14,9 +14,9 @@ import secrets
 import stat
 from pathlib import Path
 
-from train.errors import Refused
-from train.run import environment, imports
-from train.run.run_folder import Run
+from ..errors import Refused
+from . import environment, imports
+from .run_folder import Run
 
 TRUSTED = "TRAIN_TRUSTED_OWNER"
 """Environment variable with the uid of another user whose runs this process may execute (see `trust`)."""

@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from train.run import durable, environment
+from . import durable, environment
 
 STATION, DIGEST = "station", "station_digest"
 """Fields of run.json: the id of the station that has started the run, and the digest with its key. None: no key."""

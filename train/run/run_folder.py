@@ -21,10 +21,10 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, cast
 
-from train import signals
-from train.errors import Refused
-from train.run import durable, heartbeat, ownership, states
-from train.run.record import Record, checked
+from .. import signals
+from ..errors import Refused
+from . import durable, heartbeat, ownership, states
+from .record import Record, checked
 
 NOTE_PATIENCE = 5.0
 """Seconds `Run.note` waits for the lock of the record: far more than a working disk needs."""

@@ -2,8 +2,8 @@
 
 from collections.abc import Callable
 
-from train import signals
-from train.run.record import Record
+from .. import signals
+from .record import Record
 
 CREATED, RUNNING, STOPPED, FAILED, FINISHED = "created", "running", "stopped", "failed", "finished"
 POLITE, NOW, FOR_KEEPER, PLACED = "polite", "now", "keeper", "placed"

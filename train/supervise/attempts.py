@@ -18,15 +18,15 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from train import faults, screen, signals
-from train.errors import EXIT_FAILED, Refused, one_line
-from train.run import durable, metrics, outcome, run_folder, states
-from train.run.outcome import Outcome
-from train.run.progress_lines import fold
-from train.run.run_folder import Run
-from train.supervise import decide, health, memory
-from train.supervise.decide import Asked, Decision, Facts, LaunchMode, healthy_minutes
-from train.supervise.ranks import Ranks
+from .. import faults, screen, signals
+from ..errors import EXIT_FAILED, Refused, one_line
+from ..run import durable, metrics, outcome, run_folder, states
+from ..run.outcome import Outcome
+from ..run.progress_lines import fold
+from ..run.run_folder import Run
+from . import decide, health, memory
+from .decide import Asked, Decision, Facts, LaunchMode, healthy_minutes
+from .ranks import Ranks
 
 MAX_RESTARTS = 3
 """Default of --max-restarts: maximum number of restarts in a row without a new checkpoint."""

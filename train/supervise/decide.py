@@ -11,11 +11,11 @@ import signal
 from collections.abc import Mapping
 from typing import Any
 
-from train import signals
-from train.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_INTERRUPTED, EXIT_REFUSED, EXIT_STOPPED
-from train.run import states
-from train.run.outcome import Kind, Outcome, first_fault
-from train.supervise import diagnose, memory
+from .. import signals
+from ..errors import EXIT_FAILED, EXIT_FINISHED, EXIT_INTERRUPTED, EXIT_REFUSED, EXIT_STOPPED
+from ..run import states
+from ..run.outcome import Kind, Outcome, first_fault
+from . import diagnose, memory
 
 LAST_LINES = 8
 """Number of lines of a dead rank's log that run.json keeps."""
@@ -359,7 +359,7 @@ def last_lines(log: str) -> list[str]:
 
 def healthy_minutes(record: Mapping[str, Any]) -> float:
     """Return the minutes an attempt of a script must run to count as progress (watch.healthy_minutes)."""
-    from train import config
+    from .. import config
 
     return float((record.get("watch") or {}).get("healthy_minutes") or config.Watch.healthy_minutes)
 

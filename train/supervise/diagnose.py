@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from train import variables
-from train.errors import one_line
-from train.supervise import memory
+from .. import variables
+from ..errors import one_line
+from . import memory
 
 NO_GPU = "No CUDA GPUs are available"
 """Message of torch and of this package if the GPUs are gone, for example after a daemon-reload on the host."""
@@ -102,8 +102,8 @@ def failure_of(error: BaseException, task_file: Path | None, snapshot: Path | No
     import torch
     import torch.distributed as dist
 
-    from train.parallel.torch_private import dump_gpu_memory
-    from train.tasks import where
+    from ..parallel.torch_private import dump_gpu_memory
+    from ..tasks import where
 
     text = one_line(f"{type(error).__name__}: {error}")
     of_sample = getattr(error, "sample", "")

@@ -18,10 +18,10 @@ from pathlib import Path
 
 import psutil
 
-from train.run import heartbeat
-from train.run.heartbeat import Beat
-from train.run.run_folder import Run
-from train.supervise.timeouts import (
+from ..run import heartbeat
+from ..run.heartbeat import Beat
+from ..run.run_folder import Run
+from .timeouts import (
     GRACE_AFTER_EXIT,
     GRACE_AFTER_FAILURE,
     GRACE_AFTER_SIGNAL,

@@ -14,7 +14,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from train.format import UNITS, size
+from ..format import UNITS, size
 
 ADVICE = (
     "halve the micro batch (of a task: --micro_batch_size in a new run), use fewer data workers or ranks, "

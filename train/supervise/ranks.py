@@ -12,21 +12,21 @@ import functools
 import math
 import os
 import signal
+import socket
 import sys
 import time
 import uuid
 from collections.abc import Callable, Mapping
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-from train import hash_seed
-from train.checkpoint.buffers import ENVIRONMENT, SnapshotMemory
-from train.errors import Refused, one_line
-from train.parallel.rank_env import RankEnv
-from train.run.run_folder import Lock, Run
-from train.supervise.nodes import Nodes
-from train.supervise.zygote import RANKS, SCRIPT, Zygote
+from .. import hash_seed
+from ..checkpoint.buffers import ENVIRONMENT, SnapshotMemory
+from ..errors import Refused, one_line
+from ..parallel.rank_env import RankEnv
+from ..run.run_folder import Lock, Run
+from ..zygote.client import RANKS, SCRIPT, Zygote
 
 _WAIT = 0.2
 """Seconds `wait` takes if no rank ends."""
@@ -34,12 +34,29 @@ _MOMENT = 0.25
 """Seconds within which ranks end that end for the same reason."""
 
 
+class Peers(Protocol):
+    """What the ranks of this machine need to know of the other machines of their run."""
+
+    @property
+    def meeting(self) -> dict[str, Any]:
+        """The address at which the ranks connect: `host` and `port`."""
+
+    def rank_envs(self) -> list[RankEnv]:
+        """Return the ranks of this machine in the current attempt."""
+
+    def take_store(self) -> socket.socket | None:
+        """On node 0: return the listening socket for rank 0, once."""
+
+    def environment(self) -> dict[str, str]:
+        """Return more environment variables for the ranks of this machine."""
+
+
 class Ranks:
     """The ranks of this machine, one attempt after the other.
 
     Args:
         count: Number of ranks.
-        nodes: The nodes of a run on several machines.
+        nodes: The other machines, if the run has several.
         command: For a script: returns what follows `python -u`; called at each attempt.
         environ: Variables that override the environment of the ranks.
         is_foreground: Whether rank 0 has this process's terminal.
@@ -51,7 +68,7 @@ class Ranks:
         lock: Lock,
         count: int,
         zygote: Zygote,
-        nodes: Nodes | None = None,
+        nodes: Peers | None = None,
         command: Callable[[], list[str]] | None = None,
         environ: Mapping[str, str] | None = None,
         is_foreground: bool = False,

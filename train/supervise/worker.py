@@ -19,17 +19,17 @@ import traceback
 from pathlib import Path
 from typing import Any, NoReturn
 
-from train import caches, faults, screen
-from train.checkpoint.buffers import ENVIRONMENT
-from train.errors import Refused, TrainingFailed, may_pass
-from train.parallel.rank_env import RankEnv
-from train.run import heartbeat, outcome
-from train.run.heartbeat import Heart
-from train.run.outcome import Kind, Outcome
-from train.run.run_folder import Run
-from train.signals import StopRequest, leave
-from train.supervise import diagnose, memory
-from train.supervise.zygote_server import SIGNALS
+from .. import caches, faults, screen
+from ..checkpoint.buffers import ENVIRONMENT
+from ..errors import Refused, TrainingFailed, may_pass
+from ..parallel.rank_env import RankEnv
+from ..run import heartbeat, outcome
+from ..run.heartbeat import Heart
+from ..run.outcome import Kind, Outcome
+from ..run.run_folder import Run
+from ..signals import StopRequest, leave
+from ..zygote.server import SIGNALS
+from . import diagnose, memory
 
 log = logging.getLogger("train")
 
@@ -72,8 +72,8 @@ def _train(run: Run, rank_env: RankEnv, attempt: int, stop: StopRequest, bar: bo
     heart = Heart(run.logs(attempt) / f"rank{rank_env.rank}.beat")
     with contextlib.ExitStack() as held:
         try:
-            from train.trainer import setup
-            from train.trainer.train import conclude, train
+            from ..trainer import setup
+            from ..trainer.train import conclude, train
 
             address = os.environ.pop(ENVIRONMENT, None)  # for this run only, not for one that its task may start
             snapshot_memory = setup.Memory(address, memory.left) if address else None
@@ -98,8 +98,8 @@ def _reason_of(error: BaseException, run: Run) -> str:
     Raises:
         RuntimeError: the run's GPUs are gone. That is a death, not a failure of the run.
     """
-    from train.parallel.devices import NoGPU
-    from train.trainer import determinism
+    from ..build import determinism
+    from ..parallel.devices import NoGPU
 
     if isinstance(error, NoGPU):
         raise RuntimeError(f"{diagnose.NO_GPU}: {run.name} computes on GPUs, but torch sees none here") from None

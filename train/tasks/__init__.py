@@ -29,8 +29,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from train.errors import Refused, nearest, one_line
-from train.run import owner
+from ..errors import Refused, nearest, one_line
+from ..run import owner
 
 _REQUIRED = {"model": "config", "datasets": "config", "loss": "model, batch"}
 _OPTIONAL = {
@@ -136,7 +136,7 @@ def load(
     path = file or locate(name)
     places, source = [*map(str, beside or [path.parent])], path.read_bytes() if source is None else source
     if path.parent == Path(__file__).parent:
-        module: Any = importlib.import_module(f"train.tasks.{path.stem}")
+        module: Any = importlib.import_module(f".{path.stem}", __name__)
     else:
         if sys.path[: len(places)] != places:  # they may be there already, behind what is installed
             sys.path[:0] = places

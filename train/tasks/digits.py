@@ -16,8 +16,8 @@ from pydantic import Field
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from train.config import Count, Share
-from train.errors import Refused
+from ..config import Count, Share
+from ..errors import Refused
 
 DEFAULTS = {
     "epochs": 12,

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from train.config import Count
-from train.tasks.images import loss, metrics, network  # noqa: F401 - the first two are functions of this task too
+from ..config import Count
+from .images import loss, metrics, network  # noqa: F401 - the first two are functions of this task too
 
 DEFAULTS = {"epochs": 1}
 

@@ -18,18 +18,18 @@ from typing import Any, Literal
 
 from torch import Tensor, nn
 
-from train.config import Count
-from train.data.crop import ChooseCrop, centre_crop, random_crop
-from train.data.hidden import visible_folders, without_hidden
-from train.data.image_files import (
+from ..config import Count
+from ..data.crop import ChooseCrop, centre_crop, random_crop
+from ..data.hidden import visible_folders, without_hidden
+from ..data.image_files import (
     Augment,
     CropTransform,
     ImageFiles,
     Normalise,
     collate_images,
 )
-from train.errors import Refused, nearest, one_line
-from train.tasks import data_root
+from ..errors import Refused, nearest, one_line
+from . import data_root
 
 DEFAULTS = {
     "epochs": 30,

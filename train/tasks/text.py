@@ -18,10 +18,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from train.config import Count, Share
-from train.data.text import Corpus, text_files
-from train.errors import Refused
-from train.tasks import data_root
+from ..config import Count, Share
+from ..data.text import Corpus, text_files
+from ..errors import Refused
+from . import data_root
 
 DEFAULTS = {
     "epochs": 1,

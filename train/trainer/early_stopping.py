@@ -9,12 +9,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 
-from train.config import EarlyStopping
-from train.errors import Refused, TrainingFailed, nearest
-from train.parallel.world import World
-from train.run.best import Aim, aim_of
-from train.run.metrics import evaluations
-from train.run.run_folder import Run
+from ..config import EarlyStopping
+from ..errors import Refused, TrainingFailed, nearest
+from ..parallel.world import World
+from ..run.best import Aim, aim_of
+from ..run.metrics import evaluations
+from ..run.run_folder import Run
 
 Score = tuple[int, float | None]
 """The step of an evaluation and its figure. None: the figure was not finite or did not exist."""

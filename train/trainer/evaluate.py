@@ -13,27 +13,28 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from train.config import Config
-from train.data import threads
-from train.data.fetch import BadSample
-from train.data.loader import Loader
-from train.data.order import seed_of
-from train.data.plan import MicroBatch, Plan, Sharing, evaluation_micro_batches
-from train.data.seeding import owned, seed_compute
-from train.errors import Refused, TrainingFailed
-from train.parallel.compiling import compile_as_asked
-from train.parallel.devices import NoGPU, pick_device, take_device
-from train.parallel.precision import Precision
-from train.parallel.torch_private import buffers_of, fix_compiler
-from train.parallel.world import World
-from train.run import heartbeat
-from train.run.run_folder import Run
-from train.tasks import Task
-from train.trainer import build, determinism, pictures
-from train.trainer.hooks import Average
-from train.trainer.load import load_trained, precision_on
-from train.trainer.loss import Figure, evaluation_figures
-from train.trainer.predictions import Predictions
+from ..build import determinism, objects
+from ..build.hooks import Average
+from ..build.loss import Figure, evaluation_figures
+from ..config import Config
+from ..data import threads
+from ..data.fetch import BadSample
+from ..data.loader import Loader
+from ..data.order import seed_of
+from ..data.plan import MicroBatch, Plan, Sharing, evaluation_micro_batches
+from ..data.seeding import owned, seed_compute
+from ..errors import Refused, TrainingFailed
+from ..parallel.compiling import compile_as_asked
+from ..parallel.devices import NoGPU, pick_device, take_device
+from ..parallel.precision import Precision
+from ..parallel.torch_private import buffers_of, fix_compiler
+from ..parallel.world import World
+from ..run import heartbeat
+from ..run.run_folder import Run
+from ..tasks import Task
+from . import pictures
+from .load import load_trained, precision_on
+from .predictions import Predictions
 
 log = logging.getLogger("train")
 
@@ -138,7 +139,7 @@ class _Pass:
         self.predictions = Predictions(task, world)
         self.generators = owned(module, task.loss, task.metrics, task.predict, task.images)
         with weights():  # it may copy them
-            self.inference = build.inference_model(task, module).eval()
+            self.inference = objects.inference_model(task, module).eval()
 
     def compute(self, micro: MicroBatch, batch: Any, show: Show | None) -> None:
         """Compute the figures and predictions of a micro batch, and the pictures where they are to be shown."""
@@ -240,13 +241,13 @@ def evaluate_run(run: Run, step: int | None) -> tuple[int, int, dict[str, float]
     if name != config.precision:
         log.warning("warning: a CPU cannot compute in %s; evaluated in %s", config.precision, name)
     precision = Precision(name, device)
-    train_set, eval_sets = build.make_datasets(task, config)
+    train_set, eval_sets = objects.make_datasets(task, config)
     if not eval_sets:
         raise Refused(f"the task of {run.name} has no evaluation set: its datasets() returns None for it")
-    differs = build.data_differs(run, task, config, train_set, eval_sets)
+    differs = objects.data_differs(run, task, config, train_set, eval_sets)
     if differs:
         log.warning("warning: the data differ from those that %s was trained with: %s", run.name, differs)
-    plans = build.evaluation_plans(config, eval_sets)
+    plans = objects.evaluation_plans(config, eval_sets)
     world = World(0, 1, 0, device)
     skipped = _warn if config.data.leaves_out else None
     workers = config.data.workers or 0
@@ -258,10 +259,10 @@ def evaluate_run(run: Run, step: int | None) -> tuple[int, int, dict[str, float]
         config.channels_last, task.on_device, task.datasets, config.data.on_device,
         bool(run.read().get("sets_epoch")),
     )  # fmt: skip
-    with loader, build.refusing(task):
+    with loader, objects.refusing(task):
         take_device(device)
         sharing = Sharing()
-        epoch = build.plan_of(config, len(train_set)).epoch(max(step - 1, 0))
+        epoch = objects.plan_of(config, len(train_set)).epoch(max(step - 1, 0))
         numbered = enumerate(plans.values(), 1)
         micros = (evaluation_micro_batches(plan, sharing, number, epoch) for number, plan in numbered)
         stream = loader.batches(itertools.chain.from_iterable(micros))

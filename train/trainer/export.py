@@ -9,15 +9,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from train.checkpoint.state_dict import weights
-from train.config import Config
-from train.data.fetch import EVALUATION, TRAINING
-from train.errors import Refused, one_line
-from train.run.durable import published
-from train.run.run_folder import Run
-from train.tasks import Task
-from train.trainer import build
-from train.trainer.load import cpu_precision, load_trained
+from ..build import objects
+from ..checkpoint.state_dict import weights
+from ..config import Config
+from ..data.fetch import EVALUATION, TRAINING
+from ..errors import Refused, one_line
+from ..run.durable import published
+from ..run.run_folder import Run
+from ..tasks import Task
+from .load import cpu_precision, load_trained
 
 
 def export(run: Run, target: Path, step: int | None = None, average: bool = False) -> int:
@@ -34,7 +34,7 @@ def export(run: Run, target: Path, step: int | None = None, average: bool = Fals
         raise Refused(f"{run.name} keeps no average of its weights; to get one, launch a run with --ema.decay 0.999")
     if average:
         model.load_state_dict(averaged, strict=False)
-    inference = build.inference_model(task, model)
+    inference = objects.inference_model(task, model)
     with published(target) as partial:
         if target.suffix == ".onnx":
             _to_onnx(task, config, model, inference, partial)
@@ -76,14 +76,14 @@ def _to_onnx(task: Task, config: Config, model: nn.Module, inference: nn.Module,
 
 def _calls(task: Task, config: Config, model: nn.Module, inference: nn.Module) -> list[tuple[Any, ...]]:
     """Return the arguments with which the task's functions call the inference model on two samples."""
-    train_set, eval_sets = build.make_datasets(task, config)
+    train_set, eval_sets = objects.make_datasets(task, config)
     name, dataset = next(((name or EVALUATION, each) for name, each in eval_sets.items()), (TRAINING, train_set))
     calls: list[tuple[Any, ...]] = []
     hook = inference.register_forward_pre_hook(lambda _, arguments: calls.append(arguments))
     model.eval()
     inference.eval()
-    with build.refusing(task), torch.no_grad():
-        batch = build.first_samples(task, config, cpu_precision(config), dataset, min(2, len(dataset)), name)
+    with objects.refusing(task), torch.no_grad():
+        batch = objects.first_samples(task, config, cpu_precision(config), dataset, min(2, len(dataset)), name)
         for function, of in ((task.loss, model), (task.metrics, inference), (task.predict, inference)):
             if function is not None and not calls:
                 function(of, batch)

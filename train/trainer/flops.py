@@ -8,10 +8,10 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 
-from train import gpus
-from train.config import Config
-from train.data.plan import Plan, Sharing
-from train.parallel.world import World
+from .. import gpus
+from ..config import Config
+from ..data.plan import Plan, Sharing
+from ..parallel.world import World
 
 _PEAKS = {
     "H200": (989, 495, 67), "H100 PCIe": (756, 378, 51), "H100 NVL": (835, 417, 60), "H100": (989, 495, 67),

@@ -10,8 +10,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from train.config import Config
-from train.data.plan import Plan
+from ..config import Config
+from ..data.plan import Plan
 
 _LEAST = 1e-9
 """Minimum number of steps between evaluations, because 0 means something else."""

@@ -12,22 +12,22 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from train.checkpoint import manifest as manifests
-from train.checkpoint import serialize, snapshot
-from train.checkpoint.extra import Extra
-from train.checkpoint.load import load
-from train.checkpoint.shares import Shares
-from train.checkpoint.snapshot import Snapshots
-from train.checkpoint.state_dict import TrainState, weights_of
-from train.config import Config
-from train.errors import Refused
-from train.parallel.precision import ON_GPU_ALONE, Precision
-from train.parallel.world import World
-from train.run import metrics
-from train.run.run_folder import Run
-from train.tasks import Task
-from train.trainer import build
-from train.trainer.optimizer import has_modes, make_optimizer
+from ..build import objects
+from ..build.optimizer import has_modes, make_optimizer
+from ..checkpoint import manifest as manifests
+from ..checkpoint import serialize, snapshot
+from ..checkpoint.extra import Extra
+from ..checkpoint.load import load
+from ..checkpoint.shares import Shares
+from ..checkpoint.snapshot import Snapshots
+from ..checkpoint.state_dict import TrainState, weights_of
+from ..config import Config
+from ..errors import Refused
+from ..parallel.precision import ON_GPU_ALONE, Precision
+from ..parallel.world import World
+from ..run import metrics
+from ..run.run_folder import Run
+from ..tasks import Task
 
 log = logging.getLogger("train")
 
@@ -152,8 +152,8 @@ def load_trained(run: Run, step: int | None = None) -> Trained:
     Raises:
         Refused: there is no such checkpoint, or it is damaged.
     """
-    task = build.task_of(run)
-    config = build.config_of(run, task)
+    task = objects.task_of(run)
+    config = objects.config_of(run, task)
     if step is not None:
         manifests.verified(run, step)
     else:
@@ -162,7 +162,7 @@ def load_trained(run: Run, step: int | None = None) -> Trained:
             cluster = run.read().get("cluster")
             where = " here; it is on node 0" if cluster and cluster["node"] else ""
             raise Refused(f"{run.name} has no usable checkpoint yet{where}; see: train show {run.name}")
-    model = build.make_model(task, config, cpu_precision(config).weights)
+    model = objects.make_model(task, config, cpu_precision(config).weights)
     optimizer = make_optimizer(task, model, config) if task.optimizer is not None else None
     if optimizer is not None and not has_modes(optimizer):
         optimizer = None
@@ -171,7 +171,7 @@ def load_trained(run: Run, step: int | None = None) -> Trained:
     try:
         load(run.checkpoint(step), model, optimizer, extra=Extra(average))
     except ValueError as error:
-        differs = build.data_differs(run, task, config, *build.make_datasets(task, config))
+        differs = objects.data_differs(run, task, config, *objects.make_datasets(task, config))
         why = f"; the data differ from those that {run.name} began with: {differs}; put them back" if differs else ""
         raise Refused(f"{error}{why}") from None
     if optimizer is not None:

@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from train.data.seeding import Seed
-from train.errors import TrainingFailed
-from train.parallel.strategy import local
-from train.parallel.torch_private import Norm, buffers_of
-from train.parallel.world import World
+from ..data.seeding import Seed
+from ..errors import TrainingFailed
+from ..parallel.strategy import local
+from ..parallel.torch_private import Norm, buffers_of
+from ..parallel.world import World
 
 STEPS = 2
 """Number of steps of an attempt that are checked. One is too few: a teacher that starts as its student does not move in

@@ -7,10 +7,10 @@ import math
 import torch
 from torch import Tensor
 
-from train.errors import TrainingFailed
-from train.parallel.strategy import local
-from train.parallel.world import World
-from train.trainer.setup import Job
+from ..errors import TrainingFailed
+from ..parallel.strategy import local
+from ..parallel.world import World
+from .setup import Job
 
 _MOST = 10
 """Maximum number of steps in a row that may be left out."""

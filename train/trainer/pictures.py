@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from train.errors import TrainingFailed
-from train.tasks import Task
+from ..errors import TrainingFailed
+from ..tasks import Task
 
 _SMALLEST = 64
 """Minimum number of pixels per side; the pixels of a smaller image are drawn larger."""

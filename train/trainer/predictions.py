@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from train.data.seeding import owned, seed_host, seed_owned
-from train.data.to_device import mapped
-from train.errors import TrainingFailed
-from train.parallel.world import World
-from train.run import heartbeat
-from train.tasks import Task, where
-from train.trainer.loss import kind_of
+from ..build.loss import kind_of
+from ..data.seeding import owned, seed_host, seed_owned
+from ..data.to_device import mapped
+from ..errors import TrainingFailed
+from ..parallel.world import World
+from ..run import heartbeat
+from ..tasks import Task, where
 
 _ALONE = ""
 """The name of predictions that are only a list."""

@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-from train.data.loader import Loader
-from train.data.plan import MicroBatch, Plan, Sharing, evaluation_micro_batches, micro_batches_of
-from train.parallel.overlap import DeviceTimer
-from train.trainer.intervals import Intervals
+from ..data.loader import Loader
+from ..data.plan import MicroBatch, Plan, Sharing, evaluation_micro_batches, micro_batches_of
+from ..parallel.overlap import DeviceTimer
+from .intervals import Intervals
 
 _LOOK_AHEAD = 4096
 """Number of steps in which the next evaluation is searched at a time."""

@@ -12,37 +12,37 @@ from collections.abc import Callable
 
 import torch
 
-from train import config as configuration
-from train import faults
-from train.checkpoint.buffers import Buffers
-from train.checkpoint.save import Saver
-from train.checkpoint.snapshot import Parts, Snapshots
-from train.checkpoint.state_dict import TrainState
-from train.config import Config
-from train.data.loader import Loader
-from train.data.plan import Plan, Sharing
-from train.data.seeding import Seed, owned
-from train.errors import TrainingFailed
-from train.parallel import choose
-from train.parallel.compiling import Compiling, compile_as_asked
-from train.parallel.devices import pick_device, take_device
-from train.parallel.precision import Precision
-from train.parallel.rank_env import RankEnv
-from train.parallel.strategy import Strategy
-from train.parallel.torch_private import fix_compiler, limit_compile_threads
-from train.parallel.world import World, join
-from train.parallel.wrap_units import recompute
-from train.run import folders, heartbeat, imports, metrics
-from train.run.heartbeat import Heart
-from train.run.run_folder import Run
-from train.signals import StopRequest
-from train.tasks import Task
-from train.trainer import build, cores, determinism, initial_weights
-from train.trainer.hooks import Hooks
-from train.trainer.intervals import Intervals
-from train.trainer.load import ResumeState, load_newest
-from train.trainer.loggers.loggers import Loggers, Skipped
-from train.trainer.updates import Update, losses_kept, spread_updates
+from .. import config as configuration
+from .. import faults
+from ..build import cores, determinism, initial_weights, objects
+from ..build.hooks import Hooks
+from ..build.updates import Update, losses_kept, spread_updates
+from ..checkpoint.buffers import Buffers
+from ..checkpoint.save import Saver
+from ..checkpoint.snapshot import Parts, Snapshots
+from ..checkpoint.state_dict import TrainState
+from ..config import Config
+from ..data.loader import Loader
+from ..data.plan import Plan, Sharing
+from ..data.seeding import Seed, owned
+from ..errors import TrainingFailed
+from ..parallel import choose
+from ..parallel.compiling import Compiling, compile_as_asked
+from ..parallel.devices import pick_device, take_device
+from ..parallel.precision import Precision
+from ..parallel.rank_env import RankEnv
+from ..parallel.strategy import Strategy
+from ..parallel.torch_private import fix_compiler, limit_compile_threads
+from ..parallel.world import World, join
+from ..parallel.wrap_units import recompute
+from ..run import folders, heartbeat, imports, metrics
+from ..run.heartbeat import Heart
+from ..run.run_folder import Run
+from ..signals import StopRequest
+from ..tasks import Task
+from .intervals import Intervals
+from .load import ResumeState, load_newest
+from .loggers.loggers import Loggers, Skipped
 
 log = logging.getLogger("train")
 
@@ -129,8 +129,8 @@ def set_up(
 ) -> tuple[Job, int]:  # fmt: skip
     """Return everything to train with, and the step to continue after. What must be closed at the end is added to
     `held`."""
-    task = build.task_of(run)
-    config = build.config_of(run, task)
+    task = objects.task_of(run)
+    config = objects.config_of(run, task)
     determinism.set_determinism(config)
     limit_compile_threads(cores.per_rank(rank_env.local_size))
     device = pick_device(config, rank_env.local_size, rank_env.local_rank)
@@ -158,7 +158,7 @@ def set_up(
     fix_compiler(bool(config.compile), config.deterministic)
     compiling = Compiling(heart)
     held.callback(compiling.close)
-    intervals = Intervals.of(config, plan, build.total_steps(config, plan), bool(evaluations))
+    intervals = Intervals.of(config, plan, objects.total_steps(config, plan), bool(evaluations))
     last = world.on_first(lambda: metrics.last_evaluation(run))
     evaluated = last["step"] if last is not None else -1
     loggers = Loggers(run, world, config, intervals.total_steps, start.step, bar and world.is_first)
@@ -205,9 +205,9 @@ def home_of(run: Run, config: Config, world: World) -> Run:
 def _data(run: Run, task: Task, config: Config, precision: Precision) -> tuple[Loader, Plan, dict[str, Plan]]:
     """Make the loader and the plans of the datasets. Call it before ranks connect: connecting starts threads, and the
     loader forks."""
-    train_set, eval_sets = build.make_datasets(task, config)
-    plan = build.plan_of(config, len(train_set))
-    evaluations = build.evaluation_plans(config, eval_sets)
+    train_set, eval_sets = objects.make_datasets(task, config)
+    plan = objects.plan_of(config, len(train_set))
+    evaluations = objects.evaluation_plans(config, eval_sets)
     skipped = Skipped(run) if config.data.leaves_out else None
     loader = Loader(
         train_set, eval_sets, task.collate, config.data.workers or 0, precision.device, precision.inputs, skipped,
@@ -219,7 +219,7 @@ def _data(run: Run, task: Task, config: Config, precision: Precision) -> tuple[L
 
 def _model(run: Run, task: Task, config: Config, precision: Precision, world: World, is_begun: bool) -> torch.nn.Module:
     """Make the model on the CPU, with the weights that the run starts with, unless a checkpoint will replace them."""
-    model = build.make_model(task, config, precision.weights)
+    model = objects.make_model(task, config, precision.weights)
     if not is_begun and (run.read().get("init") or (run.folder / initial_weights.FILE).exists()):
         initial_weights.load(run.folder, model)
     return arrange(model, config, world.size, compiles=True)

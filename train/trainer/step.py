@@ -11,18 +11,18 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from train import faults
-from train.data.order import seed_of
-from train.data.plan import MicroBatch
-from train.data.seeding import seed_compute
-from train.run.record import Record
-from train.trainer.loss import training_loss
-from train.trainer.model_check import ModelCheck
-from train.trainer.not_finite import is_finite
-from train.trainer.prefetch import Prefetch
-from train.trainer.setup import Job
-from train.trainer.step_stats import COUNT, LOSS, StepStats
-from train.trainer.updates import Update
+from .. import faults
+from ..build.loss import training_loss
+from ..build.updates import Update
+from ..data.order import seed_of
+from ..data.plan import MicroBatch
+from ..data.seeding import seed_compute
+from ..run.record import Record
+from .model_check import ModelCheck
+from .not_finite import is_finite
+from .prefetch import Prefetch
+from .setup import Job
+from .step_stats import COUNT, LOSS, StepStats
 
 Fetched = tuple[MicroBatch, Any, bool]
 """A micro batch, its data on the device, and whether it is this rank's last one of the step."""

@@ -14,9 +14,9 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
-from train.parallel.strategy import STEP_STATS as STATS
-from train.signals import StopRequest
-from train.trainer.loss import Figure
+from ..build.loss import Figure
+from ..parallel.strategy import STEP_STATS as STATS
+from ..signals import StopRequest
 
 LOSS, COUNT, STOP, SAVE, COUNTED, COPY = range(len(STATS))
 _READ = (*STATS, "grad_norm")

@@ -10,10 +10,10 @@ from collections.abc import Iterator
 
 import torch
 
-from train.run.metrics import Speed
-from train.run.record import Times
-from train.trainer import cores
-from train.trainer.prefetch import DataWait
+from ..build import cores
+from ..run.metrics import Speed
+from ..run.record import Times
+from .prefetch import DataWait
 
 _WAITING = 0.3
 """Share of the time above which waiting for data is reported."""

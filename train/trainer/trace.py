@@ -6,8 +6,8 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from train.errors import Refused, one_line, whole
-from train.run.run_folder import Run
+from ..errors import Refused, one_line, whole
+from ..run.run_folder import Run
 
 _MOST = 100
 """Maximum number of steps of a trace: its events stay in memory until its end, thousands per step."""

@@ -11,34 +11,34 @@ from typing import NamedTuple, cast
 
 import torch
 
-from train import config as configuration
-from train import faults
-from train.checkpoint.save import CannotSave
-from train.checkpoint.state_dict import weights_of, weights_sha256
-from train.errors import TrainingFailed
-from train.parallel import gather
-from train.parallel.strategy import STEP_STATS
-from train.run import best, heartbeat, outcome
-from train.run.metrics import Training, last_evaluation, skipped_steps
-from train.run.outcome import Kind, Outcome
-from train.run.record import Times
-from train.trainer.early_stopping import StoppingRule
-from train.trainer.evaluate import evaluate
-from train.trainer.flops import flops_of
-from train.trainer.freeze import set_training
-from train.trainer.intervals import SaveClock
-from train.trainer.loggers.loggers import SKIPPED
-from train.trainer.model_check import STEPS as CHECKED_STEPS
-from train.trainer.model_check import ModelCheck
-from train.trainer.not_finite import note_skipped, why_it_ends
-from train.trainer.optimizer import evaluated_weights
-from train.trainer.prefetch import DataWait, Prefetch, micro_batches
-from train.trainer.schedule import Rates
-from train.trainer.setup import Job
-from train.trainer.step import due, step
-from train.trainer.step_stats import Readback, StepStats
-from train.trainer.timing import Timing, WaitAdvice
-from train.trainer.trace import Trace, steps_of
+from .. import config as configuration
+from .. import faults
+from ..build.freeze import set_training
+from ..build.optimizer import evaluated_weights
+from ..build.schedule import Rates
+from ..checkpoint.save import CannotSave
+from ..checkpoint.state_dict import weights_of, weights_sha256
+from ..errors import TrainingFailed
+from ..parallel import gather
+from ..parallel.strategy import STEP_STATS
+from ..run import best, heartbeat, outcome
+from ..run.metrics import Training, last_evaluation, skipped_steps
+from ..run.outcome import Kind, Outcome
+from ..run.record import Times
+from .early_stopping import StoppingRule
+from .evaluate import evaluate
+from .flops import flops_of
+from .intervals import SaveClock
+from .loggers.loggers import SKIPPED
+from .model_check import STEPS as CHECKED_STEPS
+from .model_check import ModelCheck
+from .not_finite import note_skipped, why_it_ends
+from .prefetch import DataWait, Prefetch, micro_batches
+from .setup import Job
+from .step import due, step
+from .step_stats import Readback, StepStats
+from .timing import Timing, WaitAdvice
+from .trace import Trace, steps_of
 
 _NOTHING = contextlib.nullcontext()
 _EMPTY_STEPS = 10

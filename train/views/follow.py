@@ -9,17 +9,17 @@ import sys
 import time
 from collections.abc import Callable
 
-from train import screen
-from train.cluster import jobs
-from train.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_REFUSED
-from train.format import figures
-from train.launcher.live_view import LiveView
-from train.launcher.stopping import how_to_go_on
-from train.run import states
-from train.run.record import Record
-from train.run.run_folder import Run
-from train.supervise.decide import CODES
-from train.views.listing import with_reason
+from .. import screen
+from ..cluster import jobs
+from ..errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_REFUSED
+from ..format import figures
+from ..launcher.live_view import LiveView
+from ..launcher.stopping import how_to_go_on
+from ..run import states
+from ..run.record import Record
+from ..run.run_folder import Run
+from ..supervise.decide import CODES
+from .listing import with_reason
 
 _LOOK_EVERY, _ASK_EVERY = 0.2, 2.0
 """Seconds between two looks into the run folder, and between two queries to a cluster's engine."""

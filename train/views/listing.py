@@ -9,14 +9,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from train import screen
-from train.errors import shortened
-from train.format import ago, duration, figure, figures
-from train.run.best import best
-from train.run.record import Attempt, Record
-from train.run.run_folder import Run, seconds_of
-from train.run.states import COPY, CREATED, FAILED, FINISHED, INTERRUPTED, QUEUED, RUNNING, STOPPED
-from train.views import time_spent
+from .. import screen
+from ..errors import shortened
+from ..format import ago, duration, figure, figures
+from ..run.best import best
+from ..run.record import Attempt, Record
+from ..run.run_folder import Run, seconds_of
+from ..run.states import COPY, CREATED, FAILED, FINISHED, INTERRUPTED, QUEUED, RUNNING, STOPPED
+from . import time_spent
 
 COLUMNS = ("name", "state", "step", "ranks", "started", "result")
 """Columns of `train ls` unless --columns names others."""

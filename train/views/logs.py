@@ -6,15 +6,15 @@ import sys
 import time
 from pathlib import Path
 
-from train import screen
-from train.cluster import jobs
-from train.cluster.engine import call
-from train.errors import EXIT_FINISHED, Refused
-from train.launcher.live_view import LogTail
-from train.run import states
-from train.run.progress_lines import EVERY
-from train.run.run_folder import Run
-from train.views.follow import follow
+from .. import screen
+from ..cluster import jobs
+from ..cluster.engine import call
+from ..errors import EXIT_FINISHED, Refused
+from ..launcher.live_view import LogTail
+from ..run import states
+from ..run.progress_lines import EVERY
+from ..run.run_folder import Run
+from .follow import follow
 
 ALL = 0
 """Stands for all attempts, in their order."""

@@ -9,12 +9,12 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from train import screen
-from train.errors import Refused, shortened
-from train.run import metrics
-from train.run.durable import check_target, published
-from train.run.run_folder import Run
-from train.views import settings
+from .. import screen
+from ..errors import Refused, shortened
+from ..run import metrics
+from ..run.durable import check_target, published
+from ..run.run_folder import Run
+from . import settings
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

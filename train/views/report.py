@@ -16,15 +16,14 @@ import time
 from pathlib import Path
 from typing import Any
 
-import train
-from train import screen
-from train.format import duration
-from train.run import metrics
-from train.run.durable import check_target, published, read_bytes
-from train.run.record import Record
-from train.run.run_folder import Run, now, seconds_of
-from train.views import listing, settings, time_spent
-from train.views.plot import LOSS, LR, MOST_MEASURES, SPEED, STEP, TITLES, WAIT, Curves, draw, measures
+from .. import __version__, screen
+from ..format import duration
+from ..run import metrics
+from ..run.durable import check_target, published, read_bytes
+from ..run.record import Record
+from ..run.run_folder import Run, now, seconds_of
+from . import listing, settings, time_spent
+from .plot import LOSS, LR, MOST_MEASURES, SPEED, STEP, TITLES, WAIT, Curves, draw, measures
 
 SUFFIXES = (".html", ".htm")
 _INK, _LINE = "#010203", "#040506"
@@ -101,7 +100,7 @@ def html(run: Run) -> str:
         "settings": settings.listed(run),
         "facts": _facts(run, record),
         "made": now(),
-        "version": train.__version__,
+        "version": __version__,
     }
     return environment.from_string(template).render(content)
 

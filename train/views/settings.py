@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from train import config as configuration
-from train import screen
-from train.errors import shortened
-from train.run.run_folder import Run
+from .. import config as configuration
+from .. import screen
+from ..errors import shortened
+from ..run.run_folder import Run
 
 _MOST = 4
 """Maximum number of fields in the label of a run."""

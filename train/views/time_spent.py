@@ -10,10 +10,10 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
-from train.run import heartbeat
-from train.run.record import Attempt, Record, Times
-from train.run.run_folder import Run, seconds_of
-from train.run.states import COPY, CREATED, INTERRUPTED, RUNNING
+from ..run import heartbeat
+from ..run.record import Attempt, Record, Times
+from ..run.run_folder import Run, seconds_of
+from ..run.states import COPY, CREATED, INTERRUPTED, RUNNING
 
 PARTS = {
     "compute": ("computing", "Forward, backward and optimizer, and the engine's work between them."),

@@ -23,8 +23,8 @@ from train.signals import StopRequest
 from train.supervise.attempts import Supervisor
 from train.supervise.decide import LaunchMode
 from train.supervise.ranks import Ranks
-from train.supervise.zygote import Zygote
 from train.trainer.load import load_trained
+from train.zygote.client import Zygote
 
 pytestmark = pytest.mark.never_forgiven
 

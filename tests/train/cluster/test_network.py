@@ -15,7 +15,7 @@ import pytest
 from tests.ports import free_port
 from tests.train.cluster.conftest import Machines
 from tests.train.conftest import PATIENCE, Station
-from train.supervise import address
+from train.nodes import address
 
 NAME = f"train{os.getpid() % 10000}"
 HERE, THERE = f"{NAME}a", f"{NAME}b"

@@ -14,7 +14,7 @@ from tests.tasks import TASKS
 from tests.train.cluster.conftest import Machines
 from tests.train.conftest import Station
 from train.errors import Refused
-from train.supervise import address
+from train.nodes import address
 
 pytestmark = pytest.mark.never_forgiven
 
@@ -112,7 +112,7 @@ def test_a_name_that_is_127_0_1_1_on_its_own_machine_is_not_the_way_to_others(mo
 
 
 def test_the_rooms_code_needs_no_torch() -> None:
-    text = "import sys, train.supervise.nodes, train.supervise.rendezvous; sys.exit('torch' in sys.modules)"
+    text = "import sys, train.nodes.nodes, train.nodes.rendezvous; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", text], check=False).returncode == 0
 
 

@@ -19,7 +19,7 @@ from train import infiniband
 from train.doctor import disk, host, network, packages
 from train.doctor.finding import NOT_APPLICABLE, OK, PROBLEM, WARNING, Finding, as_text, exit_code
 from train.doctor.machine import Machine
-from train.supervise import address
+from train.nodes import address
 
 ROOT = Path(__file__).parents[3]
 

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from tests.train.training import Engine
+from train.build import cores
 from train.config import Config
 from train.errors import Refused
 from train.gpus import Card
@@ -34,7 +35,6 @@ from train.parallel.torch_private import limit_compile_threads
 from train.run import ownership
 from train.run.outcome import Kind, Outcome, read_all
 from train.supervise.decide import Facts, LaunchMode, decide
-from train.trainer import cores
 from train.trainer.evaluate import evaluate_run
 
 WHEEL = ("sm_50", "sm_60", "sm_70", "sm_75", "sm_80", "sm_86", "sm_90")

@@ -12,11 +12,11 @@ import torch
 from tests.tasks import TASKS
 from tests.train.tiers import later
 from tests.train.training import OWN_OPTIMIZER, assert_same_training, sample_of
+from train.build.optimizer import make_optimizer, takes_fused
 from train.config import Config, Optim, Parallel
 from train.errors import Refused
 from train.launcher.fork import prepare_fork
 from train.launcher.resume import prepare_resume
-from train.trainer.optimizer import make_optimizer, takes_fused
 
 pytestmark = pytest.mark.never_forgiven
 

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from train import signals
+from train.nodes.node_reports import merged, report_of
 from train.run.outcome import Kind, Outcome
 from train.supervise import memory
 from train.supervise.decide import Asked, Decision, Facts, LaunchMode, decide, who_died
-from train.supervise.node_reports import merged, report_of
 
 pytestmark = pytest.mark.never_forgiven
 

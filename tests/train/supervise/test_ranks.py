@@ -20,7 +20,7 @@ from train.run import folders, states
 from train.signals import POLITE
 from train.supervise import diagnose
 from train.supervise.ranks import Ranks, flight_recorder
-from train.supervise.zygote import Zygote
+from train.zygote.client import Zygote
 
 pytestmark = pytest.mark.never_forgiven
 
@@ -153,7 +153,7 @@ def test_what_a_process_of_a_rank_writes_is_in_its_log_and_the_run_ends_as_asked
 def test_where_an_interpreter_has_threads_from_its_start_a_run_is_refused(station: Station) -> None:
     (station.folder / "sitecustomize.py").write_text(
         "import sys, threading\n"
-        "if any(word.endswith('zygote_server.py') for word in sys.orig_argv):\n"
+        "if any(word.endswith('zygote/server.py') for word in sys.orig_argv):\n"
         "    threading.Thread(target=threading.Event().wait, daemon=True).start()\n"
     )
     path = os.pathsep.join([str(station.folder), station.environment()["PYTHONPATH"]])

@@ -15,11 +15,11 @@ import pytest
 import torch
 from PIL import Image
 
+from train.build.objects import make_model
 from train.errors import Refused
 from train.launcher.checks import prepare
 from train.launcher.request import Request, resolve
 from train.tasks import images
-from train.trainer.build import make_model
 from train.trainer.export import export
 
 if TYPE_CHECKING:

@@ -11,12 +11,12 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from train.build.loss import evaluation_figures
 from train.errors import Refused, TrainingFailed
 from train.launcher.checks import prepare
 from train.launcher.request import Request
 from train.parallel.world import World
 from train.trainer.evaluate import summed
-from train.trainer.loss import evaluation_figures
 
 pytestmark = pytest.mark.never_forgiven
 

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from train.build.loss import Figure
 from train.signals import StopRequest
-from train.trainer.loss import Figure
 from train.trainer.step_stats import STATS, StepStats
 
 CPU = torch.device("cpu")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from train.trainer import cores
+from train.build import cores
 from train.trainer.timing import WaitAdvice, loaders_needed
 
 

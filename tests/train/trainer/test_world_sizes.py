@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from tests.train.training import CLOSE, assert_same_training
+from train.build.objects import plan_of
 from train.config import from_toml
 from train.data.plan import Sharing, micro_batches_of
 from train.launcher.checks import prepare
 from train.launcher.request import Request
-from train.trainer.build import plan_of
 
 pytestmark = pytest.mark.never_forgiven
 

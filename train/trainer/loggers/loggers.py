@@ -14,19 +14,19 @@ from collections.abc import Callable, Collection, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from train import config as configuration
-from train import format
-from train.config import Config
-from train.data.fetch import TRAINING, BadSample
-from train.errors import nearest, one_line
-from train.parallel.world import World
-from train.run import best, durable, metrics
-from train.run.metrics import Evaluation, Lines, Training, metrics_text, samples_file, samples_text
-from train.run.record import Record, Times
-from train.run.run_folder import Run
-from train.screen import Bar, has_bar
-from train.trainer.loggers.tensorboard import TensorBoard
-from train.trainer.loggers.wandb import WandbProcess
+from ... import config as configuration
+from ... import format
+from ...config import Config
+from ...data.fetch import TRAINING, BadSample
+from ...errors import nearest, one_line
+from ...parallel.world import World
+from ...run import best, durable, metrics
+from ...run.metrics import Evaluation, Lines, Training, metrics_text, samples_file, samples_text
+from ...run.record import Record, Times
+from ...run.run_folder import Run
+from ...screen import Bar, has_bar
+from .tensorboard import TensorBoard
+from .wandb import WandbProcess
 
 log = logging.getLogger("train")
 

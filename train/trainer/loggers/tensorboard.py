@@ -9,8 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from train.errors import one_line
-from train.run.metrics import Evaluation, Line, Training, is_evaluation
+from ...errors import one_line
+from ...run.metrics import Evaluation, Line, Training, is_evaluation
 
 _EVERY = 2.0
 """Seconds between two hand-overs of lines to the writer, because each wakes a thread, which costs more than a step."""

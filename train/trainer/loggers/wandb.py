@@ -20,10 +20,10 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from train import module_runner
-from train.errors import Refused, one_line
-from train.run import durable, metrics
-from train.run.run_folder import Run
+from ... import module_runner
+from ...errors import Refused, one_line
+from ...run import durable, metrics
+from ...run.run_folder import Run
 
 FILE = "wandb.json"
 """Name of the file in the run folder with the id at W&B and the last steps that were sent."""

@@ -1,0 +1,102 @@
+"""Parameters that are not trained."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.tasks import TASKS
+from train.build.freeze import freeze, set_training
+from train.errors import Refused
+from train.trainer.load import load_trained
+
+pytestmark = pytest.mark.never_forgiven
+
+
+def model() -> nn.Sequential:
+    body = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Dropout())
+    return nn.Sequential(body, nn.BatchNorm1d(2), nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize(
+    ("patterns", "trained", "in_eval"),
+    [
+        ("0", {"1.weight", "1.bias", "2.weight", "2.bias"}, {"0", "0.0", "0.1", "0.2"}),
+        ("0.0.*, 2.bias", {"0.1.weight", "0.1.bias", "1.weight", "1.bias", "2.weight"}, {"0.0"}),
+        ("*.weight", {"0.0.bias", "0.1.bias", "1.bias", "2.bias"}, set()),
+        (
+            "1.weight,1.bias,0.2",
+            {"0.0.weight", "0.0.bias", "0.1.weight", "0.1.bias", "2.weight", "2.bias"},
+            {"1", "0.2"},
+        ),
+    ],
+)
+def test_patterns_name_parameters_or_modules_and_whole_modules_stay_in_eval_mode(
+    patterns: str, trained: set[str], in_eval: set[str]
+) -> None:
+    made = model()
+    freeze(made, patterns)
+    set_training(made, patterns)
+    assert {name for name, parameter in made.named_parameters() if parameter.requires_grad} == trained
+    assert {name for name, part in made.named_modules() if not part.training} == in_eval
+
+
+def test_a_pattern_for_nothing_or_for_all_is_refused() -> None:
+    with pytest.raises(Refused, match=r"--freeze encoder: .* no parameter or module of that name; it has 0, 1, 2"):
+        freeze(model(), "0,encoder")
+    with pytest.raises(Refused, match=r"0\.1\.weihgt: .*did you mean .*0\.1\.weight"):
+        freeze(model(), "0.1.weihgt")
+    with pytest.raises(Refused, match="leaves no parameter to train"):
+        freeze(model(), "*")
+
+
+def test_a_frozen_part_keeps_its_weights_and_statistics_through_training_and_evaluations(engine: Any) -> None:
+    flags = {"task__batchnorm": "true", "eval__every_epochs": 0.25}
+    for name, steps in (("frozen-1", 1), ("frozen-8", 8)):
+        assert engine.run(name, 2, freeze="enter,norm", steps=steps, **flags)["state"] == "finished"
+    first, last = engine.weights("frozen-1"), engine.weights("frozen-8")
+    same = {name for name in first if torch.equal(first[name], last[name])}
+    assert same == {name for name in first if name.startswith(("enter", "norm"))} and len(same) == 7
+
+
+def test_of_several_updates_none_thaws_what_is_frozen_and_each_has_something_to_train(engine: Any) -> None:
+    flags = {"task": TASKS / "gan.py", "optim__lr": None, "optim__name": None}
+    with pytest.raises(Refused, match="all parameters of g are frozen"):
+        engine.run("never-frozen", freeze="g", **flags)
+    for name, steps in (("frozen-gan-1", 1), ("frozen-gan-6", 6)):
+        assert engine.run(name, 2, freeze="g.0.bias", steps=steps, **flags)["state"] == "finished", engine.said(name)
+    first, last = engine.weights("frozen-gan-1"), engine.weights("frozen-gan-6")
+    assert torch.equal(first["g.0.bias"], last["g.0.bias"])
+    assert not torch.equal(first["g.0.weight"], last["g.0.weight"])
+
+
+ADAMW = {"optim__name": "adamw", "optim__lr": 0.01}
+
+
+@pytest.mark.parametrize(
+    ("ranks", "freezes", "flags"),
+    [
+        (1, "", {**ADAMW, "optim__layer_decay": 0.9}),  # the fork has a group of parameters more
+        (2, "leave", {**ADAMW, "parallel__strategy": "fsdp"}),
+        (2, "", {"optim__momentum": 0.5}),
+    ],
+    ids=["layers", "fsdp", "sgd"],
+)
+def test_a_fork_trains_what_it_frees_and_freezes_what_it_names_even_if_killed(
+    engine: Any, ranks: int, freezes: str, flags: dict[str, Any], request: pytest.FixtureRequest
+) -> None:
+    of = f"freeze-{request.node.callspec.id}"
+    often = {"checkpoint__every_steps": 2, "checkpoint__asynchronous": "false"}
+    engine.run(of, ranks, freeze="enter", checkpoint__every_steps=4, checkpoint__keep=9, **flags)
+    assert engine.fork(of, f"{of}-free", 4, ranks, freeze=freezes)["state"] == "finished", engine.said(f"{of}-free")
+    start = load_trained(engine.station.run(of), 4)[2].state_dict()
+    for name, frozen in ((of, {"enter"}), (f"{of}-free", {freezes} - {""})):
+        end = engine.weights(name)
+        assert {key.partition(".")[0] for key in start if torch.equal(start[key], end[key])} == frozen
+    engine.fork(of, f"{of}-killed", 4, ranks, ["6 0 SIGKILL"], freeze=freezes, **often)
+    engine.resume(f"{of}-killed", ranks)
+    assert [attempt["from_step"] for attempt in engine.station.record(f"{of}-killed")["attempts"]] == [4, 8]
+    assert engine.outcome(f"{of}-killed") == engine.outcome(f"{of}-free")

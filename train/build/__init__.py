@@ -1,0 +1,1 @@
+"""From a task to what training needs: datasets, model, loss, optimizers, updates, schedules."""

@@ -1,0 +1,150 @@
+"""Validates what a task's `loss` and `metrics` return, for training and evaluation.
+
+Both return the mean over the batch, or a pair (total, count): a sum and what it is divided by (tokens, say).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from ..errors import TrainingFailed
+from ..tasks import Task
+
+_WIDE = (torch.float32, torch.float64)
+
+
+@dataclass(slots=True)
+class Figure:
+    """The loss or a metric of one batch."""
+
+    value: Tensor
+    """The mean over the batch, or the total if there is a count: a scalar in at least fp32, with the graph."""
+    samples: int
+    """Number of samples in the batch."""
+    count: Tensor | float | None
+    """What the total is divided by; None: `value` is a mean over the samples."""
+
+    @property
+    def counts_itself(self) -> bool:
+        """Whether the task returned a count."""
+        return self.count is not None
+
+    @property
+    def weight(self) -> int:
+        """Factor between `value` and the sum over the batch."""
+        return 1 if self.counts_itself else self.samples
+
+    def total(self, dtype: torch.dtype) -> Tensor:
+        """Return the sum over the batch, without the graph."""
+        value = self.value.detach()
+        return (value if value.dtype == dtype else value.to(dtype)) * self.weight
+
+    def counted(self) -> Tensor | float:
+        """Return the count that belongs to the total."""
+        return self.samples if self.count is None else self.count
+
+
+def figure(value: Any, samples: int, what: str) -> Figure:
+    """Check what a task's function returned.
+
+    Args:
+        what: the figure and its file, for messages.
+
+    Raises:
+        TrainingFailed: the value is neither a mean nor (total, count).
+    """
+    count = None
+    if isinstance(value, tuple) and len(value) == 2:
+        value, count = value
+        if not (_is_scalar(value) and (_is_scalar(count) or isinstance(count, (int, float)))):
+            raise TrainingFailed(
+                f"{what} must return (total, count) as a scalar tensor and a number; "
+                f"got ({kind_of(value)}, {kind_of(count)})"
+            )
+        if isinstance(count, Tensor) and count.requires_grad:
+            raise TrainingFailed(
+                f"{what} returns (total, count), but the count depends on the model's parameters; return the sum "
+                "of two losses, or detach() the count"
+            )
+        count = count.detach().reshape(()) if isinstance(count, Tensor) else count
+    if not _is_scalar(value):
+        raise TrainingFailed(
+            f"{what} must return a scalar tensor, the mean over the batch, or (total, count); got {kind_of(value)}"
+        )
+    if value.dim():
+        value = value.reshape(())
+    # bf16 rounds a third to 0.334, and fp16 ends at 65504: sums and weights take at least fp32
+    return Figure(value if value.dtype in _WIDE else value.float(), samples, count)
+
+
+def training_loss(
+    function: Callable[[nn.Module, Any], Any], compute: Callable[[Callable[[nn.Module], Tensor]], Tensor], batch: Any,
+    samples: int, what: str,
+) -> Figure:  # fmt: skip
+    """Compute the loss of a batch, to be differentiated.
+
+    Args:
+        function: the task's loss.
+        what: its name and file, for messages.
+        compute: the strategy's; calls a function with the model to compute with.
+
+    Raises:
+        TrainingFailed: the task returned no loss, or one that does not depend on the model.
+    """
+    found: list[Figure] = []
+
+    def value_of(model: nn.Module) -> Tensor:
+        one = figure(function(model, batch), samples, what)
+        if not one.value.requires_grad:
+            raise TrainingFailed(f"{what} does not depend on the model's parameters: call model(...) in it")
+        found.append(one)
+        return one.value
+
+    value = compute(value_of)
+    found[0].value = value
+    return found[0]
+
+
+def evaluation_figures(
+    task: Task, model: nn.Module, inference: nn.Module, batch: Any, samples: int
+) -> dict[str, Figure]:
+    """Compute the loss and the metrics of a batch, by name, the loss first.
+
+    Where the metrics include `loss`, the task's loss is not called: one forward serves both.
+
+    Args:
+        inference: the model that metrics get: the model, or what the task's inference_model() makes of it.
+
+    Raises:
+        TrainingFailed: the task returns something else.
+    """
+    made = {} if task.metrics is None else task.metrics(inference, batch)
+    if not isinstance(made, dict):
+        raise TrainingFailed(f"metrics must return a dict from names to tensors, got {type(made).__name__}")
+    if "loss" not in made and task.loss is not None:
+        made = {"loss": task.loss(model, batch), **made}
+    figures = {}
+    for name in sorted(made, key=lambda name: name != "loss"):
+        value = made[name]
+        if name != "loss" and isinstance(value, (int, float, np.number, np.ndarray)):
+            value = torch.as_tensor(value)
+        what = "loss" if name == "loss" else f"metric {name}"
+        figures[name] = figure(value, samples, f"{what} in {task.file}")
+    return figures
+
+
+def _is_scalar(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.numel() == 1
+
+
+def kind_of(value: Any) -> str:
+    """Describe a value, for messages."""
+    if isinstance(value, Tensor):
+        return f"a tensor of shape {tuple(value.shape)}"
+    return f"a list of {len(value)}" if isinstance(value, list) else type(value).__name__

@@ -1,0 +1,167 @@
+"""The learning rate of a step: a function of its number, so that nothing of it is saved."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from numbers import Real
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..config import Config
+from ..errors import Refused, TrainingFailed
+from ..parallel.torch_private import version_of
+from ..tasks import Task
+from .objects import refusing
+
+_ONE_CYCLE = (0.3, 1 / 25, 1e-4)
+"""Numbers of torch's OneCycleLR: the share of the steps in which the rate rises, the first factor, and the last factor
+over the first."""
+
+
+def rate_scale(config: Config) -> float:
+    """Return the factor between optim.lr and the peak learning rate.
+
+    linear: batch_size / base_batch_size (Goyal et al., "Accurate, Large Minibatch SGD", 2017, section 2.1);
+    sqrt: its square root (Krizhevsky, "One weird trick", 2014, section 5).
+    """
+    ratio = config.batch_size / config.schedule.base_batch_size
+    return {"none": 1.0, "linear": ratio, "sqrt": math.sqrt(ratio)}[config.schedule.scaling]
+
+
+def rate_factor(config: Config, step: int, steps_per_epoch: int, total_steps: int) -> float:
+    """Return the factor of the peak learning rate in this step (counted from 0).
+
+    The warm-up rises linearly and reaches 1 with its last step. Linear and cosine decay (Loshchilov and Hutter, "SGDR",
+    2017) and that of wsd (Hu et al., "MiniCPM", 2024) would reach min_factor at total_steps, so every step has a
+    positive rate.
+    """
+    schedule, least = config.schedule, config.schedule.min_factor
+    if schedule.decay == "onecycle":
+        return max(_one_cycle(step, total_steps), least)
+    warmup = min(round(schedule.warmup_epochs * steps_per_epoch), total_steps)
+    if step < warmup:
+        return (step + 1) / warmup
+    match schedule.decay:
+        case "cosine":
+            factor = 0.5 * (1 + math.cos(math.pi * (step - warmup) / max(total_steps - warmup, 1)))
+            return least + (1 - least) * factor
+        case "linear":
+            return least + (1 - least) * (total_steps - step) / max(total_steps - warmup, 1)
+        case "wsd":
+            falls = min(max(round(schedule.decay_share * total_steps), 1), max(total_steps - warmup, 1))
+            return least + (1 - least) * min((total_steps - step) / falls, 1.0)
+        case "step":
+            return max(schedule.gamma ** math.floor(step / (schedule.step_epochs * steps_per_epoch) + 1e-9), least)
+    return 1.0
+
+
+def _one_cycle(step: int, total_steps: int) -> float:
+    """Smith and Topin, "Super-Convergence", 2018, as torch's OneCycleLR with cosines: up from 1/25, then down."""
+    share, first, last = _ONE_CYCLE
+    peak = share * total_steps - 1
+    if step <= peak:
+        begin, end, passed = first, 1.0, step / peak
+    else:
+        begin, end, passed = 1.0, first * last, (step - peak) / (total_steps - 1 - peak)
+    return end + (begin - end) / 2 * (1 + math.cos(math.pi * passed))
+
+
+def factors(task: Task, config: Config, steps_per_epoch: int, total_steps: int) -> Callable[[int], float]:
+    """Return the function from a step to the factor of the peak rate: the task's schedule(), or that of
+    config.schedule."""
+    if task.schedule is None:
+        return functools.partial(rate_factor, config, steps_per_epoch=steps_per_epoch, total_steps=total_steps)
+    own = task.schedule
+
+    def factor(step: int) -> float:
+        value: Any = own(step, total_steps, config)
+        is_number = isinstance(value, Real)  # of NumPy too
+        if not is_number or not 0 <= value < math.inf:
+            raise TrainingFailed(
+                f"schedule in {task.file} returns {value!r} for step {step}, counted from 0; return a finite number "
+                "that is not negative: the factor of the learning rate"
+            )
+        return float(value)
+
+    return factor
+
+
+def check(task: Task, config: Config, total_steps: int) -> None:
+    """Check that the learning rate can be computed.
+
+    Raises:
+        Refused: fields exclude each other, or the task's own schedule() fails in the first step.
+    """
+    if config.schedule.decay == "onecycle" and config.schedule.warmup_epochs:
+        raise Refused(
+            "--schedule.decay onecycle rises by itself, over 30 % of the steps; leave out --schedule.warmup_epochs"
+        )
+    with refusing(task, "schedule()"):
+        factors(task, config, 1, total_steps)(0)
+
+
+class Planned(NamedTuple):
+    """The values that the schedule of a run depends on."""
+
+    config: Config
+    steps_per_epoch: int
+    total_steps: int
+
+
+def moved(task: Task, before: Planned, after: Planned, step: int) -> tuple[float, float] | None:
+    """Return the factors of the peak rate in the last step made (counted from 1) and in the next one, if a change of
+    the configuration moves the schedule there; else None."""
+    old, new = (factors(task, *planned) for planned in (before, after))
+    alike = [step - 1, *([step] if step < before.total_steps else [])]
+    if not step or all(math.isclose(old(at), new(at), rel_tol=1e-6) for at in alike):
+        return None
+    return old(step - 1), new(step)
+
+
+class Rates:
+    """Gives the groups of an optimizer their learning rates, step by step."""
+
+    def __init__(
+        self, task: Task, config: Config, optimizer: torch.optim.Optimizer, steps_per_epoch: int, total_steps: int
+    ) -> None:
+        self._groups = optimizer.param_groups
+        self._factor = factors(task, config, steps_per_epoch, total_steps)
+        self._peaks = [group["lr"] * rate_scale(config) for group in self._groups]
+        # a task's may be a tensor on a GPU: reading it waits for the GPU, so once and not in every step
+        self._logged = float(self._peaks[0])
+        self._set: list[float | Tensor] = []
+        """The rates of the step before."""
+        self._versions: list[int] = []
+        """The versions of rates that are tensors, which may be written to in place."""
+        self._has_tensors = any(type(rate) is not float for rate in self._peaks)
+
+    def set_for(self, step: int) -> float:
+        """Set the rates of a step, counted from 0. Returns that of the first group.
+
+        Raises:
+            TrainingFailed: something else has changed one since the step before.
+        """
+        now = [group["lr"] for group in self._groups]
+        # lists hold one object for equal to itself, so that no tensor is read here
+        if self._set and (now != self._set or (self._has_tensors and _versions(now) != self._versions)):
+            changed = next((float(one) for one, rate in zip(now, self._set, strict=True) if one is not rate), now[0])
+            raise TrainingFailed(
+                f"the learning rate is {float(changed):g} after step {step}, because a scheduler or hook of the "
+                "task has changed it; a resume could not restore that: define schedule(step, total_steps, "
+                "config) instead, which returns a factor of the rate"
+            )
+        factor = self._factor(step)
+        self._set = [peak * factor for peak in self._peaks]
+        for group, rate in zip(self._groups, self._set, strict=True):
+            group["lr"] = rate
+        if self._has_tensors:
+            self._versions = _versions(self._set)
+        return self._logged * factor
+
+
+def _versions(rates: list[float | Tensor]) -> list[int]:
+    return [version_of(rate) for rate in rates]

@@ -1,0 +1,1 @@
+"""Several machines: they meet, compare themselves, and start and end each attempt together."""
