@@ -91,10 +91,9 @@ def test_folders_of_the_station_are_no_packages(proxied: Station) -> None:
     assert (
         proxied.dev("python3", "-c", "import train; print(train.__file__)").stdout == "/workspace/train/__init__.py\n"
     )
-    elsewhere = proxied.dev(
-        "bash", "-c", "cd /tmp && python3 -c 'import train, os; print(os.path.realpath(train.__file__))'"
-    )
-    assert elsewhere.stdout == "/workspace/train/__init__.py\n"
+    code = "import os, train, trainstation.cli as cli; print(*map(os.path.realpath, (train.__file__, cli.__file__)))"
+    elsewhere = proxied.dev("bash", "-c", 'cd /tmp && python3 -c "$0"', code)
+    assert elsewhere.stdout == "/workspace/train/__init__.py /workspace/train/cli.py\n"
     # a package of that name that dev has installed is found
     line = 'd=$(python3 -m site --user-site)/docker; mkdir -p "$d" && echo "here = 1" >"$d/__init__.py"'
     proxied.dev("bash", "-c", f"{line}; cd /workspace && python3 -c 'import docker; assert docker.here'; rm -r \"$d\"")
