@@ -31,6 +31,7 @@ from train.parallel.precision import Precision
 from train.parallel.world import World
 from train.run import folders
 from train.run.run_folder import Run
+from train.run.spec import read_spec
 from train.signals import StopRequest
 from train.supervise.attempts import Supervisor
 from train.supervise.decide import LaunchMode
@@ -76,7 +77,7 @@ def _placed(runs: Path, samples: int, step: int) -> Run:
     }  # fmt: skip
     prepared = checks.prepare(Request(virtual.__file__, flags))
     run = folders.create(runs, f"at-{step}", prepared.files, prepared.record)
-    task = objects.task_of(run)
+    task = objects.task_of(run, read_spec(run))
     config = objects.config_of(run, task)
     model = objects.make_model(task, config)
     cpu = torch.device("cpu")

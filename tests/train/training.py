@@ -17,6 +17,7 @@ import torch
 from tests import changes
 from tests.tasks import TASKS
 from tests.train import forks
+from tests.train.specs import with_spec
 from train.data.order import order
 from train.launcher import checks
 from train.launcher.fork import prepare_fork
@@ -113,7 +114,7 @@ class Engine:
         return [line["eval"] for line in self.station.metrics(name) if "eval" in line]
 
     def weights(self, name: str) -> dict[str, torch.Tensor]:
-        return dict(load_trained(self.station.run(name))[2].state_dict())
+        return dict(load_trained(*with_spec(self.station.run(name)))[2].state_dict())
 
     def outcome(self, name: str) -> tuple[Any, ...]:
         """All that must not depend on how often a run was interrupted, nor on what its folder is called."""

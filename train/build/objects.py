@@ -27,6 +27,7 @@ from ..parallel.precision import Precision
 from ..parallel.torch_private import buffers_of
 from ..run import copies, imports, owner
 from ..run.run_folder import Run
+from ..run.spec import SCRIPT, Spec
 from ..tasks import Task, load, where
 from . import determinism
 from .freeze import freeze
@@ -36,7 +37,7 @@ _NAMED = 3
 """Maximum number of differences of the data that are named."""
 
 
-def task_of(run: Run) -> Task:
+def task_of(run: Run, spec: Spec) -> Task:
     """Return the task of a run: the built-in one, or the copy in the run folder, which imports the copies of its
     modules.
 
@@ -44,16 +45,15 @@ def task_of(run: Run) -> Task:
         Refused: the copy is gone or broken, or another user's.
     """
     run = owner.opened(run)
-    record = run.read()
-    if record.get("script"):
-        raise Refused(f"{run.name} runs a script ({record['script']}), not a task")
-    if not record.get("task"):
+    if spec.program == SCRIPT:
+        raise Refused(f"{run.name} runs a script ({spec.script}), not a task")
+    if not spec.task:
         raise Refused(f"{run.folder / 'run.json'} names no task; put it back")
-    if record["task"] != "task.py":
-        return load(record["task"])
+    if spec.task != "task.py":
+        return load(spec.task)
     if not (run.folder / "task.py").is_file():
         raise Refused(f"{run.folder / 'task.py'} is missing; put the task's copy back")
-    code = copies.of_run(run, record)
+    code = copies.of_run(run, spec)
     try:
         return load("task.py", run.path / "task.py", code.beside, owner.read(run, "task.py"), code.seen_as)
     except Refused as error:

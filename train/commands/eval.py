@@ -29,14 +29,16 @@ def add_arguments(parser: Parser) -> None:
 def run(options: Namespace, runs: Path) -> int:
     """Evaluate the checkpoint and print the metrics."""
     from ..run import best, folders, owner
+    from ..run.spec import read_spec
 
     run = owner.opened(folders.find(runs, options.name))
     wanted = best.checkpoint_named(run, options.checkpoint, screen.remark)
     from ..trainer.evaluate import evaluate_run
 
-    folders.enter(run.read())
+    spec = read_spec(run)
+    folders.enter(spec.cwd)
     with screen.results_alone():
-        step, samples, measured = evaluate_run(run, wanted)
+        step, samples, measured = evaluate_run(run, spec, wanted)
     if options.json:
         print(json.dumps({"step": step, "samples": samples, "eval": measured}))
     else:

@@ -31,6 +31,7 @@ def add_arguments(parser: Parser) -> None:
 def run(options: Namespace, runs: Path) -> int:
     """Write the file."""
     from ..run import best, durable, folders, owner
+    from ..run.spec import read_spec
 
     target = Path(options.to).absolute()
     durable.check_target(Path(options.to), SUFFIXES)
@@ -38,9 +39,10 @@ def run(options: Namespace, runs: Path) -> int:
     wanted = best.checkpoint_named(run, options.checkpoint, screen.remark)
     from ..trainer.export import export
 
-    folders.enter(run.read())
+    spec = read_spec(run)
+    folders.enter(spec.cwd)
     with screen.results_alone():
-        step = export(run, target, wanted, options.weights == "ema")
+        step = export(run, spec, target, wanted, options.weights == "ema")
     which = "averaged weights" if options.weights == "ema" else "weights"
     screen.say(f"wrote {options.to}: the {which} of {run.name} after step {step}")
     return EXIT_FINISHED

@@ -81,7 +81,7 @@ def _create(launch: LaunchRequest, saved: environment.SavedEnvironment) -> Opene
     _check_variables(launch.cluster)
     of = owner.opened(folders.find(runs, launch.request["of"])) if launch.kind == "fork" else None
     if of is not None:
-        folders.enter(of.read())
+        folders.enter(of.read().get("cwd") or "")
     zygote, checked = check_in_fork(launch, launch.kind == "script")
     if of is not None:  # copy from the folder that was checked, even if another folder has its name now
         checked.copies = {name: of.folder / path.relative_to(of.path) for name, path in checked.copies.items()}
@@ -108,7 +108,7 @@ def _reopen(launch: LaunchRequest, run: Run, lock: Lock, saved: environment.Save
     copies.clear(run)
     kept = _check_still_wanted(run, record) if launch.by_keeper else None
     _check_variables(_cluster_of(launch, record))
-    folders.enter(record)
+    folders.enter(record.get("cwd") or "")
     zygote, checked = check_in_fork(launch, bool(record.get("script")))
     _outlive_terminal()
     ranks_and_gpus.see(checked.visible)

@@ -19,8 +19,9 @@ from ..config import Config, Init, Parallel
 from ..data import fingerprint
 from ..errors import Refused
 from ..parallel.world import World
-from ..run import imports
+from ..run import imports, owner
 from ..run.run_folder import Run
+from ..run.spec import spec_of
 from ..tasks import Task
 from ..trainer import early_stopping
 from ..trainer.load import cpu_precision
@@ -47,7 +48,10 @@ def prepare_fork(run: Run, step: int, flags: dict[str, str], ranks: int) -> Prep
     Raises:
         Refused: it cannot continue so.
     """
-    record, task = run.read(), task_of(run)
+    mine = owner.opened(run)
+    record = mine.read()
+    spec = spec_of(record, mine.read_config())
+    task = task_of(run, spec)
     before = config_of(run, task)
     config = configuration.with_flags(flags, task.Settings, task.file, configuration.to_flat(before))
     if config.optim.name != before.optim.name:
@@ -57,20 +61,20 @@ def prepare_fork(run: Run, step: int, flags: dict[str, str], ranks: int) -> Prep
     manifest, folder = manifests.verified(run, step), run.checkpoint(step)
     is_other = "batch_size" in flags or ranks != record["world_size"]
     config.micro_batches = config.micro_batches or "full"  # the run is from an earlier version
-    if is_other and "micro_batch_size" not in flags and "micro_batch_size" in record.get("chosen", ()):
+    if is_other and "micro_batch_size" not in flags and "micro_batch_size" in spec.chosen:
         config.micro_batch_size = None
     if config.micro_batch_size == "auto":
         raise Refused("--micro_batch_size auto does not work for a fork; give a number")
     if config.precision == "auto":
         raise Refused(f"--precision auto does not work for a fork; give {before.precision}, or another one")
     checks.cut_batch(config, ranks, ALONE)
-    source = of_run(run, task)
+    source = of_run(run, task, spec)
     found = checks.check_run(task, config, ranks, ranks, asked(source, flags))
     model = checks.check_model(task, config, ranks, found.precision)
     if config.cpu_threads is None:
         config.cpu_threads, _ = cores.default_threads(ranks, found.precision.device, model)
-    warnings = [*found.warnings, *check_data(run, task, config, found.train_set, found.eval_sets)]
-    warnings += imports.edited(run, record)
+    warnings = [*found.warnings, *check_data(run, spec, task, config, found.train_set, found.eval_sets)]
+    warnings += imports.edited(run, spec)
     if found.total <= step:
         end = f"the new run would end after step {found.total}; give more --epochs or --steps"
         raise Refused(f"the checkpoint is of step {step}, but {end}")

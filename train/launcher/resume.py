@@ -18,10 +18,10 @@ from ..parallel import choose
 from ..parallel.compiling import is_of_torch
 from ..parallel.devices import NoGPU
 from ..parallel.precision import Precision
-from ..run import imports, states
+from ..run import imports, owner, states
 from ..run.metrics import evaluations
-from ..run.record import Record
 from ..run.run_folder import Run
+from ..run.spec import Spec, spec_of
 from ..tasks import Task
 from ..trainer import early_stopping, trace
 from . import batch_norm, checks, rate_change
@@ -41,7 +41,10 @@ def prepare_resume(run: Run, flags: dict[str, str], local: int, nodes: range = A
     Raises:
         Refused: the run cannot continue as it is, or not with these changes.
     """
-    record, task, ranks = run.read(), task_of(run), local * nodes[-1]
+    mine = owner.opened(run)
+    record = mine.read()
+    spec, ranks = spec_of(record, mine.read_config()), local * nodes[-1]
+    task = task_of(run, spec)
     config = kept = config_of(run, task)
     if flags:
         before = configuration.to_flat(config)
@@ -60,17 +63,17 @@ def prepare_resume(run: Run, flags: dict[str, str], local: int, nodes: range = A
     if config.precision == "fp16" and (config.device == "cpu" or not cuda.device_count()):
         problem = f"{run.name} computes in fp16, which needs a GPU, but torch sees none here"
         raise Refused(f"{problem}; check with nvidia-smi, or resume it on a machine with a GPU")
-    _check_compiled(run, task, config, flags)
+    _check_compiled(run, spec, task, config, flags)
     checks.check_ranks(config, local, nodes)
-    source = of_run(run, task)
+    source = of_run(run, task, spec)
     try:
         found = checks.check_run(task, config, local, ranks, asked(source, flags))
     except NoGPU:
         on_cpu = f"check with nvidia-smi, or continue on the CPU with other bits: train resume {run.name} --device cpu"
         raise NoGPU(f"{run.name} computes on GPUs, but torch sees none here; {on_cpu}") from None
-    _check_gathering(run, record, config, found.precision, ranks, flags)
-    warnings = [*unused, *found.warnings, *check_data(run, task, config, found.train_set, found.eval_sets)]
-    warnings += imports.edited(run, record)
+    _check_gathering(run, spec, config, found.precision, ranks, flags)
+    warnings = [*unused, *found.warnings, *check_data(run, spec, task, config, found.train_set, found.eval_sets)]
+    warnings += imports.edited(run, spec)
     if found.total < step:
         more = f"more than the requested {found.total}; give more --epochs or --steps"
         raise Refused(f"{run.name} has already trained {step} steps, {more}")
@@ -99,17 +102,17 @@ def prepare_resume(run: Run, flags: dict[str, str], local: int, nodes: range = A
 
 
 def _check_gathering(
-    run: Run, record: Record, config: Config, precision: Precision, ranks: int, flags: dict[str, str]
+    run: Run, spec: Spec, config: Config, precision: Precision, ranks: int, flags: dict[str, str]
 ) -> None:
     """Refuse a run from before fsdp gathered weights in bf16 and fp16: it would continue with other bits."""
-    if precision.products is not None and choose.shards(config, ranks) and not record.get("gathers_products"):
+    if precision.products is not None and choose.shards(config, ranks) and not spec.gathers_products:
         old = f"{run.name} is from before {config.parallel.strategy} gathered weights in {config.precision}"
         raise Refused(f"{old}, and would continue with other bits{_elsewhere(run, flags)}")
 
 
-def _check_compiled(run: Run, task: Task, config: Config, flags: dict[str, str]) -> None:
+def _check_compiled(run: Run, spec: Spec, task: Task, config: Config, flags: dict[str, str]) -> None:
     """Check that `compile` means what it meant when the run started. Raises Refused: it does not."""
-    is_new = run.read().get("compiles_torch") or not run.newest_checkpoint
+    is_new = spec.compiles_torch or not run.newest_checkpoint
     if config.compile is True and not is_new and is_of_torch(objects.make_model(task, config)):
         raise Refused(
             f"{run.name} is from a version in which --compile true compiled no nn.Sequential, so it would end with "
@@ -122,7 +125,9 @@ def _elsewhere(run: Run, flags: dict[str, str]) -> str:
     return f"; {fork_of(run, flags)}" if run.newest_checkpoint else "; it has no checkpoint, so start a new run"
 
 
-def check_data(run: Run, task: Task, config: Config, train_set: Any, eval_sets: dict[str, Any]) -> list[str]:
+def check_data(
+    run: Run, spec: Spec, task: Task, config: Config, train_set: Any, eval_sets: dict[str, Any]
+) -> list[str]:
     """Check that the data are those with which the run started. Returns warnings.
 
     Raises:
@@ -132,11 +137,11 @@ def check_data(run: Run, task: Task, config: Config, train_set: Any, eval_sets: 
     if differs:
         way = "put them back as they were"
         if then and (hidden := fingerprint.hidden_in(then)):
-            version = run.read().get("git_revision") or "with which it was started"
+            version = spec.git_revision or "with which it was started"
             way = f"this version skips hidden files ({hidden[0]}), so continue with the version {version}"
         init = f"start a new run with its weights: --init {run.name}"
         raise Refused(f"the data have changed since {run.name} started ({differs}); {way}, or {init}")
-    samples = run.read().get("samples", len(train_set))
+    samples = len(train_set) if spec.samples is None else spec.samples
     if len(train_set) != samples:  # only for a run of an earlier version: the check above covers the others
         raise Refused(
             f"the training set had {samples} samples when {run.name} started and has {len(train_set)} now; put "

@@ -18,6 +18,7 @@ from typing import Any
 from .. import tasks
 from ..run import imports
 from ..run.run_folder import Run
+from ..run.spec import Spec
 from ..tasks import ARGUMENTS, Task
 
 _NAMES = {"config", "cfg", "conf"}
@@ -194,9 +195,9 @@ def of_task(file: Path, beside: Path) -> Source:
     return Source(file.read_bytes(), lambda: [] if is_built_in else imports.sources(file, beside), file.stem)
 
 
-def of_run(run: Run, task: Task) -> Source:
+def of_run(run: Run, task: Task, spec: Spec) -> Source:
     """Return the source of a run's copy of its task and of its modules."""
-    record, kept = run.read(), run.folder / imports.MODULES
+    kept = run.folder / imports.MODULES
 
     def modules() -> list[bytes]:
         if not kept.is_file():
@@ -204,8 +205,8 @@ def of_run(run: Run, task: Task) -> Source:
         with zipfile.ZipFile(kept) as packed:
             return [packed.read(name) for name in packed.namelist() if name.endswith(".py")]
 
-    has_copies = kept.is_file() or not record.get("task_imports")
-    is_whole = has_copies and not any(path.endswith(".py") for path in record.get("task_watched") or ())
+    has_copies = kept.is_file() or not spec.task_imports
+    is_whole = has_copies and not any(path.endswith(".py") for path in spec.task_watched)
     return Source(task.file.read_bytes(), modules, task.file.stem, is_whole)
 
 

@@ -17,8 +17,8 @@ from types import CodeType
 from typing import Any, NamedTuple
 
 from . import imports, owner
-from .record import Record
 from .run_folder import Run
+from .spec import Spec
 
 _LEVELS = 4
 """Number of folders, from the task's upwards, that the folder of copies links: `Path(__file__).parents[1] / "data"`."""
@@ -35,15 +35,15 @@ class Code(NamedTuple):
     """Whether the run's copies are among them."""
 
 
-def of_run(run: Run, record: Record) -> Code:
+def of_run(run: Run, spec: Spec) -> Code:
     """Find the code of the task of an opened run.
 
     Unchanged originals are used, because a package is more than its modules. `__file__` is that of the original even if
     other files have changed, so that files beside it and above are found.
     """
-    source = Path(record["task_source"])
+    source = Path(spec.task_source)
     beside = [source.parent] if source.parent.is_dir() else []
-    differ = imports.differing(record.get("task_imports"))
+    differ = imports.differing(spec.task_imports)
     has_copies = (run.folder / imports.MODULES).is_file()
     if has_copies and not differ:
         _hook(_Edited(owner.read(run, imports.MODULES)))

@@ -153,10 +153,10 @@ def create(
     return Run(runs / name)
 
 
-def enter(record: Mapping[str, Any]) -> None:
+def enter(cwd: str) -> None:
     """Change to the folder in which a run was launched, if it still exists: its task may open files there."""
-    if record.get("cwd") and Path(record["cwd"]).is_dir():
-        os.chdir(record["cwd"])
+    if cwd and Path(cwd).is_dir():
+        os.chdir(cwd)
 
 
 def find(runs: Path, name: str) -> Run:

@@ -25,8 +25,8 @@ from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from .record import Record
 from .run_folder import Run
+from .spec import Spec
 
 MODULES = "modules.zip"
 """File in the run folder with the copies, under names by which Python finds modules. An entry's comment is its path."""
@@ -290,14 +290,14 @@ def _read_by_relative_path(program: Path, beside: Path) -> list[Path]:
     return sorted(found) if len(found) <= _MOST_DATA else []
 
 
-def edited(run: Run, record: Record) -> list[str]:
+def edited(run: Run, spec: Spec) -> list[str]:
     """Return lines about files of a run's task that have changed since the launch."""
     lines = []
-    source = record.get("task_source")
-    if source and digest(Path(source)) not in ("", record.get("task_sha256")):
+    source = spec.task_source
+    if source and digest(Path(source)) not in ("", spec.task_sha256):
         lines.append(f"{source} has changed since the launch; {run.name} continues with its own copy")
     kept = "its own copy" if (run.folder / MODULES).is_file() else "the new version"
-    for known, which in ((record.get("task_imports"), kept), (record.get("task_watched"), "the new version")):
+    for known, which in ((spec.task_imports, kept), (spec.task_watched, "the new version")):
         found = differing(known)
         modules = [path for path in found if path.endswith(_SUFFIXES)]
         for verb, paths in (("imported", modules), ("read", [path for path in found if path not in modules])):

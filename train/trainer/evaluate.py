@@ -31,6 +31,7 @@ from ..parallel.torch_private import buffers_of, fix_compiler
 from ..parallel.world import World
 from ..run import heartbeat
 from ..run.run_folder import Run
+from ..run.spec import Spec
 from ..tasks import Task
 from . import pictures
 from .load import load_trained, precision_on
@@ -228,13 +229,13 @@ def _warn(bad: Sequence[BadSample]) -> None:
         log.warning("warning: left out: %s: %s", one, one.reason)
 
 
-def evaluate_run(run: Run, step: int | None) -> tuple[int, int, dict[str, float]]:
+def evaluate_run(run: Run, spec: Spec, step: int | None) -> tuple[int, int, dict[str, float]]:
     """Evaluate a checkpoint of a run in this process. Returns its step, the number of samples and the figures.
 
     Raises:
         Refused: the task has no evaluation set or fails on it, or there is no usable checkpoint.
     """
-    task, config, model, step, averaged = load_trained(run, step)
+    task, config, model, step, averaged = load_trained(run, spec, step)
     determinism.set_determinism(config)
     device = _device_of(run, config)
     name = precision_on(device, config)
@@ -257,7 +258,7 @@ def evaluate_run(run: Run, step: int | None) -> tuple[int, int, dict[str, float]
     loader = Loader(
         None, eval_sets, task.collate, workers, device, precision.inputs, skipped,
         config.channels_last, task.on_device, task.datasets, config.data.on_device,
-        bool(run.read().get("sets_epoch")),
+        spec.sets_epoch,
     )  # fmt: skip
     with loader, objects.refusing(task):
         take_device(device)

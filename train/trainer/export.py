@@ -16,11 +16,12 @@ from ..data.fetch import EVALUATION, TRAINING
 from ..errors import Refused, one_line
 from ..run.durable import published
 from ..run.run_folder import Run
+from ..run.spec import Spec
 from ..tasks import Task
 from .load import cpu_precision, load_trained
 
 
-def export(run: Run, target: Path, step: int | None = None, average: bool = False) -> int:
+def export(run: Run, spec: Spec, target: Path, step: int | None = None, average: bool = False) -> int:
     """Write the weights of a run to a .safetensors, .pt or .onnx file, whole or not at all. Returns their step.
 
     Args:
@@ -29,7 +30,7 @@ def export(run: Run, target: Path, step: int | None = None, average: bool = Fals
     Raises:
         Refused: the target cannot be written, or the model cannot be exported.
     """
-    task, config, model, step, averaged = load_trained(run, step)
+    task, config, model, step, averaged = load_trained(run, spec, step)
     if average and not averaged:
         raise Refused(f"{run.name} keeps no average of its weights; to get one, launch a run with --ema.decay 0.999")
     if average:

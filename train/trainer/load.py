@@ -27,6 +27,7 @@ from ..parallel.precision import ON_GPU_ALONE, Precision
 from ..parallel.world import World
 from ..run import metrics
 from ..run.run_folder import Run
+from ..run.spec import Spec
 from ..tasks import Task
 
 log = logging.getLogger("train")
@@ -146,21 +147,20 @@ Trained = tuple[Task, Config, nn.Module, int, dict[str, Tensor]]
 no average."""
 
 
-def load_trained(run: Run, step: int | None = None) -> Trained:
+def load_trained(run: Run, spec: Spec, step: int | None = None) -> Trained:
     """Load a trained model from the newest whole checkpoint of a run, or from that of a step.
 
     Raises:
         Refused: there is no such checkpoint, or it is damaged.
     """
-    task = objects.task_of(run)
+    task = objects.task_of(run, spec)
     config = objects.config_of(run, task)
     if step is not None:
         manifests.verified(run, step)
     else:
         step, manifest = _newest_valid(run)
         if not manifest:
-            cluster = run.read().get("cluster")
-            where = " here; it is on node 0" if cluster and cluster["node"] else ""
+            where = " here; it is on node 0" if spec.cluster and spec.cluster["node"] else ""
             raise Refused(f"{run.name} has no usable checkpoint yet{where}; see: train show {run.name}")
     model = objects.make_model(task, config, cpu_precision(config).weights)
     optimizer = make_optimizer(task, model, config) if task.optimizer is not None else None

@@ -38,6 +38,7 @@ from ..parallel.wrap_units import recompute
 from ..run import folders, heartbeat, imports, metrics
 from ..run.heartbeat import Heart
 from ..run.run_folder import Run
+from ..run.spec import read_spec
 from ..signals import StopRequest
 from ..tasks import Task
 from .intervals import Intervals
@@ -129,7 +130,8 @@ def set_up(
 ) -> tuple[Job, int]:  # fmt: skip
     """Return everything to train with, and the step to continue after. What must be closed at the end is added to
     `held`."""
-    task = objects.task_of(run)
+    spec = read_spec(run)
+    task = objects.task_of(run, spec)
     config = objects.config_of(run, task)
     determinism.set_determinism(config)
     limit_compile_threads(cores.per_rank(rank_env.local_size))
@@ -266,7 +268,7 @@ def _announce(job: Job, attempt: int, start: ResumeState, mark: str) -> None:
     run, plan, config, world = job.run, job.plan, job.config, job.world
     assert config.cpu_threads is not None
     line = metrics.last_training(run)
-    edited = imports.edited(run, run.read())
+    edited = imports.edited(run, read_spec(run))
     run.note_ready(
         step, mark, edited, epoch=plan.epoch_of(step), total_steps=job.total_steps, samples=plan.length,
         device=str(world.device.type), data_wait="", loss=line.get("loss") if line is not None else None,

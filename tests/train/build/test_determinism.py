@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.train.specs import with_spec
 from tests.train.training import Engine
 from train.build import cores, determinism
 from train.config import Config
@@ -59,7 +60,7 @@ def test_with_the_remedy_it_trains_and_an_evaluation_alone_is_as_strict_as_train
     record = engine.run("freed", task=task, steps=4, epochs=None, deterministic="false")
     assert record["state"] == "finished"
     run = engine.station.run("freed")
-    assert evaluate_run(run, None)[2] == record["metrics"]
+    assert evaluate_run(*with_spec(run), None)[2] == record["metrics"]
     settings = run.folder / "config.toml"
     settings.write_text(settings.read_text().replace("deterministic = false", "deterministic = true"))
     done = engine.station("eval", "freed")

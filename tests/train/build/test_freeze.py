@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from tests.tasks import TASKS
+from tests.train.specs import with_spec
 from train.build.freeze import freeze, set_training
 from train.errors import Refused
 from train.trainer.load import load_trained
@@ -92,7 +93,7 @@ def test_a_fork_trains_what_it_frees_and_freezes_what_it_names_even_if_killed(
     often = {"checkpoint__every_steps": 2, "checkpoint__asynchronous": "false"}
     engine.run(of, ranks, freeze="enter", checkpoint__every_steps=4, checkpoint__keep=9, **flags)
     assert engine.fork(of, f"{of}-free", 4, ranks, freeze=freezes)["state"] == "finished", engine.said(f"{of}-free")
-    start = load_trained(engine.station.run(of), 4)[2].state_dict()
+    start = load_trained(*with_spec(engine.station.run(of)), 4)[2].state_dict()
     for name, frozen in ((of, {"enter"}), (f"{of}-free", {freezes} - {""})):
         end = engine.weights(name)
         assert {key.partition(".")[0] for key in start if torch.equal(start[key], end[key])} == frozen

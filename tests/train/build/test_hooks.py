@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tests.tasks import TASKS
+from tests.train.specs import with_spec
 from tests.train.training import assert_same_training
 from train.checkpoint.extra import Extra
 from train.trainer.evaluate import evaluate_run
@@ -27,7 +28,7 @@ def extra_of(engine: Any, name: str, tmp_path: Path) -> dict[str, torch.Tensor]:
     """The average of a run's weights, as it is exported."""
     from safetensors.torch import load_file
 
-    export(engine.station.run(name), tmp_path / f"{name}.safetensors", average=True)
+    export(*with_spec(engine.station.run(name)), tmp_path / f"{name}.safetensors", average=True)
     return load_file(tmp_path / f"{name}.safetensors")
 
 
@@ -79,7 +80,7 @@ def test_state_that_differs_between_ranks_is_refused(engine: Any, capfd: Any) ->
 
 def test_the_average_is_what_its_formula_says(engine: Any, tmp_path: Path) -> None:
     engine.run("average", 1, steps=5, ema__decay=0.8, ema__warmup=3, checkpoint__every_steps=1, checkpoint__keep=9)
-    saved = [load_trained(engine.station.run("average"), step) for step in range(1, 6)]
+    saved = [load_trained(*with_spec(engine.station.run("average")), step) for step in range(1, 6)]
     weights = [model.state_dict() for _, _, model, _, _ in saved]
     from train.build.objects import make_model
 
@@ -99,14 +100,14 @@ def test_the_average_is_evaluated_beside_the_weights(engine: Any, tmp_path: Path
     (figures,) = engine.evaluations(name)
     run = engine.station.run(name)
     assert run.read()["best"]["metric"] == "ema.loss"
-    task, config, model, _, _ = load_trained(run)
+    task, config, model, _, _ = load_trained(*with_spec(run))
     whole = torch.utils.data.default_collate([*task.datasets(config)[1]])
     for prefix, weights in (("", model.state_dict()), ("ema.", extra_of(engine, name, tmp_path))):
         model.load_state_dict(weights)
         loss = task.loss(model.double().eval(), whole | {"point": whole["point"].double()}).item()
         assert figures[f"{prefix}loss"] == pytest.approx(loss, rel=1e-6)
     assert figures["loss"] != figures["ema.loss"]
-    assert evaluate_run(run, None)[2] == pytest.approx(figures, rel=1e-9)
+    assert evaluate_run(*with_spec(run), None)[2] == pytest.approx(figures, rel=1e-9)
 
 
 class _Stuck:

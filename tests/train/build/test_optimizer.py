@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.train.specs import with_spec
 from tests.train.training import OWN_OPTIMIZER, assert_same_training
 from train.build.optimizer import make_optimizer
 from train.checkpoint.state_dict import weights, weights_sha256
@@ -220,5 +221,5 @@ def test_an_optimizer_with_modes_evaluates_its_means_and_resumes_with_the_same_b
     assert engine.outcome("averaged-killed") == engine.outcome("averaged")
     # what is evaluated alone, and exported, is what the run has evaluated at its end
     run = engine.station.run("averaged")
-    assert evaluate_run(run, None)[2] == pytest.approx(engine.evaluations("averaged")[-1], rel=1e-12)
-    assert weights_sha256(weights(load_trained(run)[2])) == run.read()["weights_sha256"]
+    assert evaluate_run(*with_spec(run), None)[2] == pytest.approx(engine.evaluations("averaged")[-1], rel=1e-12)
+    assert weights_sha256(weights(load_trained(*with_spec(run))[2])) == run.read()["weights_sha256"]

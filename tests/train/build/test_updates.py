@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tests.tasks import TASKS
+from tests.train.specs import with_spec
 from tests.train.tiers import later
 from tests.train.training import assert_same_training
 from train.build.objects import make_model
@@ -28,7 +29,7 @@ def test_they_are_those_of_a_loop_written_by_hand(engine: Any, monkeypatch: pyte
     """One rank, whole batches: what a tutorial would write, without noise."""
     flags = GAN | {"micro_batch_size": 16, "precision": "fp64", "steps": 6}
     assert engine.run("gan-hand", 1, **flags)["state"] == "finished", engine.said("gan-hand")
-    task, config, trained, _, _ = load_trained(engine.station.run("gan-hand"))
+    task, config, trained, _, _ = load_trained(*with_spec(engine.station.run("gan-hand")))
     model = make_model(task, config, torch.float64).train()
     made = task.updates(model, config)
     points = task.datasets(config)[0].tensors[0].double()

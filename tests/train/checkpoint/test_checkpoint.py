@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.train.specs import with_spec
 from train.checkpoint import manifest as manifests
 from train.errors import Refused, may_pass
 from train.run.run_folder import Run
@@ -111,9 +112,9 @@ def test_export_and_resume_use_the_older_checkpoint_when_the_newest_is_damaged(s
     run = Run(folder)
     shard = next(run.checkpoint(10).glob("__1_*"))
     shard.write_bytes(shard.read_bytes()[:-7])
-    assert load_trained(run)[3] == 8
+    assert load_trained(*with_spec(run))[3] == 8
     with pytest.raises(Refused, match=shard.name):
-        load_trained(run, 10)
+        load_trained(*with_spec(run), 10)
     saved.resume("damaged", 3)
     assert shard.name in saved.said("damaged")
     assert saved.outcome("damaged") == saved.outcome("saved")
@@ -179,7 +180,7 @@ def test_when_all_are_damaged_a_resume_starts_over_and_says_so(saved: Any) -> No
     for step in run.steps_saved():
         (run.checkpoint(step) / "manifest.json").unlink()
     with pytest.raises(Refused, match="no usable checkpoint"):
-        load_trained(run)
+        load_trained(*with_spec(run))
     saved.resume("hopeless", 3)
     assert saved.said("hopeless").count("is damaged and not used: manifest.json") == 3
     assert saved.outcome("hopeless") == saved.outcome("saved")
@@ -191,7 +192,7 @@ def test_an_unfinished_folder_is_never_loaded_and_is_cleaned_away(saved: Any) ->
     run.checkpoint(10).rename(run.checkpoints / ".partial-step-00000010-1")
     (run.checkpoints / ".partial-removing-step-00000004").mkdir()
     assert run.steps_saved() == [8, 6]
-    assert load_trained(run)[3] == 8
+    assert load_trained(*with_spec(run))[3] == 8
     saved.resume("unfinished", 3)
     assert not [name for name in os.listdir(run.checkpoints) if name.startswith(".")]
     assert saved.outcome("unfinished") == saved.outcome("saved")
@@ -217,7 +218,7 @@ def digest_by_the_formula(path: Path) -> str:
 def test_weights_sha256_is_that_of_the_exported_file(engine: Any, tmp_path: Path, flags: dict[str, Any]) -> None:
     name = "digest-" + "-".join(flags).replace("__", "-")
     record = engine.run(name, 3, steps=2, **flags)
-    export(engine.station.run(name), tmp_path / "weights.safetensors")
+    export(*with_spec(engine.station.run(name)), tmp_path / "weights.safetensors")
     assert record["weights_sha256"] == digest_by_the_formula(tmp_path / "weights.safetensors")
 
 
@@ -226,15 +227,15 @@ def test_tied_weights_stay_tied_and_resume_bit_for_bit(engine: Any) -> None:
     engine.run("tied-stopped", 3, ["3 0 SIGTERM"], steps=6, task__tied="true")
     engine.resume("tied-stopped", 3)
     assert engine.outcome("tied-stopped") == engine.outcome("tied")
-    model = load_trained(engine.station.run("tied"))[2]
+    model = load_trained(*with_spec(engine.station.run("tied")))[2]
     assert model.again.weight is model.middle.weight
 
 
 def test_what_three_ranks_wrote_one_process_loads(saved: Any, tmp_path: Path) -> None:
     run = saved.station.run("saved")
-    export(run, tmp_path / "weights.pt")
+    export(*with_spec(run), tmp_path / "weights.pt")
     state = torch.load(tmp_path / "weights.pt", weights_only=True)
-    loaded = load_trained(run)[2].state_dict()
+    loaded = load_trained(*with_spec(run))[2].state_dict()
     assert state.keys() == loaded.keys()
     assert all(torch.equal(state[key], loaded[key]) for key in state)
 

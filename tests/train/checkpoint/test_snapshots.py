@@ -14,6 +14,7 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from tests.tasks import TASKS
+from tests.train.specs import with_spec
 from tests.train.tiers import later
 from train.checkpoint.buffers import SnapshotMemory
 from train.launcher import checks
@@ -158,7 +159,7 @@ def test_what_a_task_keeps_and_the_average_of_the_weights_are_copied_too(kept: K
     kept.run(name, 2, [COPY, "11 1 SIGKILL"], **flags)
     assert len(kept.check(name, reference)) > 2
     runs = [kept.engine.station.run(one) for one in (reference, name)]
-    averages = [load_trained(run)[4] for run in runs]
+    averages = [load_trained(*with_spec(run))[4] for run in runs]
     assert all(torch.equal(value, averages[1][key]) for key, value in averages[0].items())
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.train.specs import with_spec
 from tests.train.training import Engine
 from train.build import cores
 from train.config import Config
@@ -99,7 +100,7 @@ def test_an_agent_does_not_start_it_again_and_again() -> None:
 
 
 def test_an_evaluation_goes_where_there_is_something_to_compute_on(engine: Engine, stopped: str) -> None:
-    assert evaluate_run(engine.station.run(stopped), None)[1] == 23
+    assert evaluate_run(*with_spec(engine.station.run(stopped)), None)[1] == 23
 
 
 def test_on_a_gpu_loader_processes_follow_cores_and_ranks(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,6 +16,7 @@ import pytest
 from tests.train.conftest import Station
 from train.run import copies, folders, imports, owner
 from train.run.run_folder import Run
+from train.run.spec import read_spec, spec_of
 
 TASK = """
 import json
@@ -131,11 +132,11 @@ def test_of_a_library_with_compiled_parts_or_too_much_code_there_are_digests_alo
     deep.write_text(f"import lab.parts.large\n{deep.read_text()}")
     needed = imports.read(task, task.parent)
     assert needed.copied.keys() == {"helper.py"} and {str(compiled), str(deep)} <= needed.watched.keys()
-    record = {"task_imports": {}, "task_watched": needed.watched}
+    launched = spec_of({"task_watched": needed.watched}, {})
     run = Run(here)
-    assert imports.edited(run, record) == []
+    assert imports.edited(run, launched) == []
     compiled.write_bytes(b"built again")
-    (said,) = imports.edited(run, record)
+    (said,) = imports.edited(run, launched)
     assert said.startswith(f"{compiled} (imported") and said.endswith("continues with the new version")
 
 
@@ -155,12 +156,12 @@ def test_a_module_that_is_imported_late_is_the_one_of_the_launch(
     made = folders.create(tmp_path / "runs", "a", {**needed.files()}, record)
     run = owner.opened(made)
     monkeypatch.setattr(sys, "meta_path", [*sys.meta_path])
-    code = copies.of_run(run, run.read())
+    code = copies.of_run(run, read_spec(run))
     assert code == (tmp_path / "task.py", [tmp_path], False)
     monkeypatch.syspath_prepend(str(tmp_path))
     (tmp_path / "late_pack" / "one.py").write_text("V = 2")
     module = importlib.import_module("late_pack.one")
     assert (module.V, module.__file__) == (1, str(tmp_path / "late_pack" / "one.py"))
-    assert copies.of_run(run, run.read()).are_copies
+    assert copies.of_run(run, read_spec(run)).are_copies
     copies.clear(run)
     assert not list(made.folder.glob(".code*"))

@@ -15,6 +15,7 @@ import pytest
 import torch
 from PIL import Image
 
+from tests.train.specs import with_spec
 from train.build.objects import make_model
 from train.errors import Refused
 from train.launcher.checks import prepare
@@ -102,7 +103,7 @@ def test_class_folders_are_learned_by_two_ranks_with_workers(shared_station: Sta
 
 def test_an_exported_model_takes_normalised_pictures(shared_station: Station, tmp_path: Path) -> None:
     onnx = pytest.importorskip("onnx")
-    export(shared_station.run("painted"), tmp_path / "x.onnx")
+    export(*with_spec(shared_station.run("painted")), tmp_path / "x.onnx")
     (taken,) = onnx.load(tmp_path / "x.onnx").graph.input
     assert taken.type.tensor_type.elem_type == onnx.TensorProto.FLOAT
     assert [size.dim_value for size in taken.type.tensor_type.shape.dim][1:] == [3, 16, 16]

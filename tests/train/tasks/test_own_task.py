@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.tasks import TASKS
+from tests.train.specs import with_spec
 from train.errors import Refused
 from train.launcher.checks import prepare
 from train.launcher.request import Request, resolve
@@ -92,7 +93,7 @@ def test_one_file_trains_unmodified_in_one_process_and_in_three_to_the_same_weig
     assert here.record("moons-one")["metrics"]["accuracy"] == here.record("moons-three")["metrics"]["accuracy"]
     states = []
     for name in ("moons-one", "moons-three"):
-        export(here.run(name), here.folder / f"{name}.safetensors")
+        export(*with_spec(here.run(name)), here.folder / f"{name}.safetensors")
         states.append(load_file(here.folder / f"{name}.safetensors"))
     assert states[0].keys() == states[1].keys() == {"0.weight", "0.bias", "3.weight", "3.bias"}
     assert all(torch.allclose(states[0][key], states[1][key], rtol=0, atol=1e-9) for key in states[0])
@@ -107,7 +108,7 @@ def test_settings_are_flags_and_the_file_is_copied_with_its_digest(here: Station
     assert record["task_sha256"] == hashlib.sha256(TASK.encode()).hexdigest()
     assert record["task_source"] == str(here.folder / "mine" / "moons.py")
     assert "hidden = 5" in (folder / "config.toml").read_text()
-    export(here.run("moons-wide"), here.folder / "wide.safetensors")
+    export(*with_spec(here.run("moons-wide")), here.folder / "wide.safetensors")
     assert load_file(here.folder / "wide.safetensors")["0.weight"].shape == (5, 2)
     with pytest.raises(Refused, match=r"did you mean task\.hidden"):
         resolve(Request(str(here.folder / "mine" / "moons.py"), {"task.hiden": "5"}))

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.train.specs import with_spec
 from train.build.loss import evaluation_figures
 from train.errors import Refused, TrainingFailed
 from train.launcher.checks import prepare
@@ -53,7 +54,7 @@ def test_the_same_weights_give_the_same_figures_to_the_last_bit_on_any_number_of
 def test_the_loss_is_the_mean_over_all_samples_although_the_last_batch_is_short(evaluated: Any) -> None:
     from train.trainer.load import load_trained
 
-    task, config, model, step, _ = load_trained(evaluated.station.run("eval1"))
+    task, config, model, step, _ = load_trained(*with_spec(evaluated.station.run("eval1")))
     assert step == 4
     _, held_out = task.datasets(config)
     model.eval()
@@ -77,7 +78,7 @@ def test_counts_weigh_the_loss_of_an_evaluation(engine: Any) -> None:
         engine.run(f"counted-eval{ranks}", ranks, steps=2, precision="fp64", task__counted="true")
     from train.trainer.load import load_trained
 
-    task, config, model, _, _ = load_trained(engine.station.run("counted-eval1"))
+    task, config, model, _, _ = load_trained(*with_spec(engine.station.run("counted-eval1")))
     _, held_out = task.datasets(config)
     keep = torch.arange(23) % 3 != 0
     with torch.no_grad():
@@ -107,7 +108,7 @@ def test_an_evaluation_may_be_limited_to_the_same_samples_on_any_number_of_ranks
     assert [line["samples"] for line in engine.station.metrics("roomy") if "eval" in line] == [23]
     from train.trainer.evaluate import evaluate_run
 
-    assert evaluate_run(engine.station.run("limited1"), None)[1:] == (16, engine.evaluations("limited1")[0])
+    assert evaluate_run(*with_spec(engine.station.run("limited1")), None)[1:] == (16, engine.evaluations("limited1")[0])
 
 
 def test_batchnorm_is_evaluated_with_the_same_statistics_on_every_rank(engine: Any) -> None:
@@ -120,7 +121,7 @@ def test_batchnorm_is_evaluated_with_the_same_statistics_on_every_rank(engine: A
 def test_train_eval_gives_the_figures_that_the_run_gave(evaluated: Any) -> None:
     from train.trainer.evaluate import evaluate_run
 
-    step, samples, figures = evaluate_run(evaluated.station.run("eval1"), None)
+    step, samples, figures = evaluate_run(*with_spec(evaluated.station.run("eval1")), None)
     assert (step, samples) == (4, 23)
     assert figures == evaluated.evaluations("eval1")[0]
 

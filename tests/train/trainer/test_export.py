@@ -15,6 +15,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from tests.tasks import TASKS
+from tests.train.specs import with_spec
 from train.checkpoint.manifest import manifest_text
 from train.checkpoint.state_dict import weights_sha256
 from train.config import from_toml
@@ -48,7 +49,7 @@ def test_exported_weights_are_the_runs_last_ones_under_the_models_own_names(
     finished: Station, tmp_path: Path, suffix: str
 ) -> None:
     target = tmp_path / f"model{suffix}"
-    assert export(finished.run("done"), target) == 46
+    assert export(*with_spec(finished.run("done")), target) == 46
     state = load_file(target) if suffix == ".safetensors" else torch.load(target, weights_only=True)
     assert weights_sha256(state) == finished.record("done")["weights_sha256"]
     network(finished, state)  # refuses names such as module.0.weight
@@ -58,13 +59,13 @@ def test_exported_weights_are_the_runs_last_ones_under_the_models_own_names(
 def test_the_same_weights_are_the_same_file(finished: Station, tmp_path: Path) -> None:
     found = set()
     for number in range(6):  # one of two orders by chance would be missed once in 32
-        export(finished.run("done"), tmp_path / f"{number}.safetensors")
+        export(*with_spec(finished.run("done")), tmp_path / f"{number}.safetensors")
         found.add((tmp_path / f"{number}.safetensors").read_bytes())
     assert len(found) == 1
 
 
 def test_a_safetensors_file_says_where_it_comes_from(finished: Station, tmp_path: Path) -> None:
-    export(finished.run("done"), tmp_path / "model.safetensors", 20)
+    export(*with_spec(finished.run("done")), tmp_path / "model.safetensors", 20)
     with safe_open(tmp_path / "model.safetensors", "pt") as file:
         assert file.metadata() == {"checkpoint": "done/step-00000020"}
     older = load_file(tmp_path / "model.safetensors")
@@ -87,8 +88,8 @@ def test_an_onnx_file_computes_what_the_model_computes_for_any_number_of_samples
     finished: Station, tmp_path: Path
 ) -> None:
     pytest.importorskip("onnx")
-    export(finished.run("done"), tmp_path / "model.onnx")
-    export(finished.run("done"), tmp_path / "model.pt")
+    export(*with_spec(finished.run("done")), tmp_path / "model.onnx")
+    export(*with_spec(finished.run("done")), tmp_path / "model.pt")
     model = network(finished, torch.load(tmp_path / "model.pt", weights_only=True))
     for batch in (pictures(), pictures()[:1]):
         with torch.no_grad():
@@ -100,12 +101,12 @@ def test_an_onnx_file_computes_what_the_model_computes_for_any_number_of_samples
 def test_the_inference_model_is_exported_under_its_own_names(engine: Any, tmp_path: Path) -> None:
     engine.run("inner", task=TASKS / "whole_sets.py", steps=2)
     state = engine.weights("inner")
-    export(engine.station.run("inner"), tmp_path / "inner.safetensors")
+    export(*with_spec(engine.station.run("inner")), tmp_path / "inner.safetensors")
     found = load_file(tmp_path / "inner.safetensors")
     assert found.keys() == {"0.weight", "0.bias", "2.weight", "2.bias"}
     assert all(torch.equal(value, state[f"body.{name}"]) for name, value in found.items())
     pytest.importorskip("onnx")
-    export(engine.station.run("inner"), tmp_path / "inner.onnx")
+    export(*with_spec(engine.station.run("inner")), tmp_path / "inner.onnx")
     points = torch.rand(5, 6)
     hidden = torch.tanh(points @ found["0.weight"].T + found["0.bias"])
     expected = hidden @ found["2.weight"].T + found["2.bias"]
@@ -137,7 +138,7 @@ def test_what_only_gpus_compute_is_evaluated_in_fp32_where_there_are_none_and_no
     assert f"a CPU cannot compute in {precision}; evaluated in fp32" in done.stderr
     target = tmp_path / "of.safetensors"
     finished.ok("export", "done", "--runs", tmp_path / "runs", "--to", target)
-    assert load_file(target).keys() == load_trained(finished.run("done"))[2].state_dict().keys()
+    assert load_file(target).keys() == load_trained(*with_spec(finished.run("done")))[2].state_dict().keys()
     if precision == "tf32":  # which a CPU trains in fp32, too
         assert any("computes in fp32 here" in line for line in prepare_resume(run_folder.Run(folder), {}, 1)[1])
         return
@@ -241,6 +242,6 @@ def test_an_old_export_stays_when_a_new_one_fails(finished: Station, tmp_path: P
     from train.run.run_folder import Run
 
     with pytest.raises(Refused, match="no usable checkpoint"):
-        export(Run(copy), target)
+        export(*with_spec(Run(copy)), target)
     assert target.read_text() == "precious"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model.pt", "runs"]

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tests.tasks import TASKS
+from tests.train.specs import with_spec
 from tests.train.training import sample_of
 from train.trainer.load import load_trained
 
@@ -87,6 +88,6 @@ def test_of_several_updates_those_that_are_finite_are_made(engine: Any, tmp_path
     lines = [line for line in engine.station.metrics("gan-skip") if "loss" in line]
     assert [line["step"] for line in lines if line.get("skipped")] == [4]  # the last batch of an epoch has a short one
     assert (lines[3]["loss.g"], lines[3]["grad_norm"]) == (None, None) and lines[3]["loss.d"] > 0
-    before, after = (load_trained(engine.station.run("gan-skip"), step)[2].state_dict() for step in (3, 5))
+    before, after = (load_trained(*with_spec(engine.station.run("gan-skip")), step)[2].state_dict() for step in (3, 5))
     for name, value in after.items():
         assert (value == before[name]).all() == name.startswith("g."), name  # of the generator no other update was due

@@ -10,6 +10,7 @@ import torch
 from sklearn.metrics import average_precision_score, f1_score
 
 from tests.tasks import TASKS
+from tests.train.specs import with_spec
 from train.errors import TrainingFailed
 from train.parallel.world import World
 from train.tasks import load
@@ -26,7 +27,7 @@ def test_the_figures_are_those_of_the_whole_set_and_of_one_process(engine: Any) 
     name = "whole"
     assert engine.run(name, 3, task=TASK, steps=5)["state"] == "finished", engine.said(name)
     (figures,) = engine.evaluations(name)[1:]
-    task, config, model, _, _ = load_trained(engine.station.run(name))
+    task, config, model, _, _ = load_trained(*with_spec(engine.station.run(name)))
     held_out = task.datasets(config)[1]["test"]
     with torch.no_grad():
         score = model.eval().body(held_out.points).softmax(1)[:, 1]
@@ -36,7 +37,7 @@ def test_the_figures_are_those_of_the_whole_set_and_of_one_process(engine: Any) 
     assert figures["test.loss"] == pytest.approx(whole, rel=1e-6)  # of the model, and not of the inference model
     assert figures["test.accuracy"] == ((score > 0.5).long() == held_out.labels).double().mean().item()
     assert (figures["val.seen"], figures["test.seen"], figures["test.first"]) == (23, 30, 0)
-    assert evaluate_run(engine.station.run(name), None)[2] == figures
+    assert evaluate_run(*with_spec(engine.station.run(name)), None)[2] == figures
 
 
 def test_a_sample_that_cannot_be_read_is_in_no_prediction(engine: Any) -> None:

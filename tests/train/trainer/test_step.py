@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.train.specs import with_spec
 from tests.train.training import CLOSE
 from train.trainer.load import load_trained
 
@@ -24,7 +25,7 @@ def _norms(engine: Any, name: str) -> list[float]:
 
 def test_the_norm_of_the_gradients_is_that_of_the_update_over_the_rate(engine: Any) -> None:
     engine.run("norms1", 1, **PLAIN)
-    first, second = (load_trained(engine.station.run("norms1"), step)[2] for step in (1, 2))
+    first, second = (load_trained(*with_spec(engine.station.run("norms1")), step)[2] for step in (1, 2))
     update = torch.cat([(a - b).flatten() for a, b in zip(first.parameters(), second.parameters(), strict=True)])
     assert _norms(engine, "norms1")[1] == pytest.approx(update.norm().item() / 0.1, rel=1e-6)
 

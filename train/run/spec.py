@@ -1,0 +1,143 @@
+"""What runs in a run: its program, configuration, placement and restarts. Read once per process and handed down.
+
+A launch or a resume fixes these facts until the run's processes have ended. How the run stands (state, step, attempts)
+changes meanwhile and stays in run.json: see record.py. Defaults for runs of earlier releases stand here, in one place.
+Imports no torch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from .record import Cluster, Record, Submitted
+from .run_folder import Run
+
+TASK, SCRIPT = "task", "script"
+"""The programs. supervise/programs.py has a class for each."""
+MAX_RESTARTS = 3
+"""Maximum number of restarts in a row without a new checkpoint, where neither the user nor run.json says another."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Spec:
+    """What runs. Read-only: a resume that changes it writes run.json and config.toml, and reads another."""
+
+    program: str
+    """TASK or SCRIPT."""
+    config: Mapping[str, Any]
+    """The fields of config.toml by their dotted names; {} for a script."""
+
+    # the code
+    task: str
+    """A built-in task, or task.py: the copy in the run folder."""
+    task_source: str
+    """Path of the file that was launched; '' for a built-in task."""
+    task_sha256: str
+    task_imports: Mapping[str, str]
+    """Maps files that the task needs and of which the run has copies to their digests."""
+    task_watched: Mapping[str, str]
+    """Maps files that the task needs and that are not copied to their digests."""
+    script: str
+    """Path of the script; '' for a task."""
+    script_arguments: tuple[str, ...]
+    script_files: Mapping[str, str]
+    """Maps the script and the files that it imports to their digests."""
+    watch: Mapping[str, Any]
+    """Limits of a script (`--watch.NAME`); a task has them in `config`."""
+    cwd: str
+    """The folder in which the run was launched."""
+    git_revision: str
+
+    # placement and restarts
+    nproc: int | None
+    """Number of ranks on this machine."""
+    gpus: str | None
+    """The GPUs that the ranks see, as in CUDA_VISIBLE_DEVICES; None: all."""
+    cluster: Cluster | None
+    """The place of this machine among several; None: it is the only one."""
+    submitted: Submitted | None
+    """The engine that starts the run; None: its user does."""
+    submission: str
+    max_restarts: int
+
+    # where it starts, and by which rules
+    forked_from: Mapping[str, Any] | None
+    """The forked run and its step."""
+    init: tuple[str, ...]
+    """Lines about the initial weights and what did not fit; (): those of model()."""
+    chosen: tuple[str, ...]
+    """Fields whose values were chosen automatically at launch."""
+    reasons: Mapping[str, str]
+    """Maps fields that were chosen automatically to why they have their value, as a line."""
+    samples: int | None
+    """Number of samples of the training set; None: no attempt has counted them."""
+    unused_fields: tuple[str, ...]
+    """Fields that functions of the task replace, so that their values have no effect."""
+    warnings: tuple[str, ...]
+    """Warnings of the launch or the last resume, for the log of each attempt."""
+    sets_epoch: bool
+    """Whether `set_epoch` of datasets is called."""
+    gathers_products: bool
+    """Whether fsdp gathers weights in the type of bf16 and fp16."""
+    compiles_torch: bool
+    """Whether --compile true compiles a model whose forward is torch's own, such as an nn.Sequential."""
+
+    @property
+    def is_submitted(self) -> bool:
+        return self.submitted is not None and bool(self.submission)
+
+    @property
+    def used_config(self) -> dict[str, Any]:
+        """The configuration without the fields whose values have no effect."""
+        return {name: value for name, value in self.config.items() if name not in self.unused_fields}
+
+
+_REASON = "_reason"
+
+
+def spec_of(record: Record, config: Mapping[str, Any]) -> Spec:
+    """Return what a record and the fields of config.toml say about what runs."""
+    return Spec(
+        program=SCRIPT if record.get("script") else TASK,
+        config=config,
+        task=record.get("task") or "",
+        task_source=record.get("task_source") or "",
+        task_sha256=record.get("task_sha256") or "",
+        task_imports=record.get("task_imports") or {},
+        task_watched=record.get("task_watched") or {},
+        script=record.get("script") or "",
+        script_arguments=tuple(record.get("script_arguments") or ()),
+        script_files=record.get("script_files") or {},
+        watch=record.get("watch") or {},
+        cwd=record.get("cwd") or "",
+        git_revision=record.get("git_revision") or "",
+        nproc=record.get("nproc"),
+        gpus=record.get("gpus"),
+        cluster=record.get("cluster") or None,
+        submitted=record.get("submitted"),
+        submission=record.get("submission") or "",
+        max_restarts=MAX_RESTARTS if record.get("max_restarts") is None else record["max_restarts"],
+        forked_from=record.get("forked_from") or None,
+        init=tuple(record.get("init") or ()),
+        chosen=tuple(record.get("chosen") or ()),
+        reasons={
+            name.removesuffix(_REASON): str(text) for name, text in record.items() if name.endswith(_REASON) and text
+        },
+        samples=record.get("samples"),
+        unused_fields=tuple(record.get("unused_fields") or ()),
+        warnings=tuple(record.get("warnings") or ()),
+        sets_epoch=bool(record.get("sets_epoch")),
+        gathers_products=bool(record.get("gathers_products")),
+        compiles_torch=bool(record.get("compiles_torch")),
+    )
+
+
+def read_spec(run: Run) -> Spec:
+    """Read what runs from a run folder. Once per process: hand it down.
+
+    Raises:
+        Refused: run.json is missing or damaged.
+    """
+    return spec_of(run.read(), run.read_config())
