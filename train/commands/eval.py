@@ -32,10 +32,10 @@ def run(options: Namespace, runs: Path) -> int:
     from ..run.spec import read_spec
 
     run = owner.opened(folders.find(runs, options.name))
-    wanted = best.checkpoint_named(run, options.checkpoint, screen.remark)
+    spec = read_spec(run)
+    wanted = best.checkpoint_named(run, spec.best_by, options.checkpoint, screen.remark)
     from ..trainer.evaluate import evaluate_run
 
-    spec = read_spec(run)
     folders.enter(spec.cwd)
     with screen.results_alone():
         step, samples, measured = evaluate_run(run, spec, wanted)

@@ -36,10 +36,10 @@ def run(options: Namespace, runs: Path) -> int:
     target = Path(options.to).absolute()
     durable.check_target(Path(options.to), SUFFIXES)
     run = owner.opened(folders.find(runs, options.name))
-    wanted = best.checkpoint_named(run, options.checkpoint, screen.remark)
+    spec = read_spec(run)
+    wanted = best.checkpoint_named(run, spec.best_by, options.checkpoint, screen.remark)
     from ..trainer.export import export
 
-    spec = read_spec(run)
     folders.enter(spec.cwd)
     with screen.results_alone():
         step = export(run, spec, target, wanted, options.weights == "ema")

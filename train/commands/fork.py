@@ -38,20 +38,22 @@ def run(options: Namespace, runs: Path) -> int:
     from ..launcher import tmux
     from ..launcher.request import LaunchRequest
     from ..run import best, folders, owner
+    from ..run.spec import spec_of
 
     of = owner.opened(folders.find(runs, options.name))
     record, restarts = of.read(), number("max-restarts", options.max_restarts)
+    spec = spec_of(record, of.read_config())
     config.check_flags(options.flags)
     if init := next((name for name in options.flags if name.startswith("init.")), None):
         raise Refused(f"--{init}: a fork uses the weights of its checkpoint; for others: train launch TASK --init FILE")
-    if record.get("script"):
+    if spec.script:
         raise Refused(f"{of.name} runs a script, whose checkpoints are not known here; start it with: train launch")
-    step = best.checkpoint_named(of, options.checkpoint, screen.remark) or of.newest_checkpoint
+    step = best.checkpoint_named(of, spec.best_by, options.checkpoint, screen.remark) or of.newest_checkpoint
     if not step:
         raise Refused(f"{of.name} has no checkpoint yet; see: train show {of.name}")
     name = options.new or folders.fresh_name(runs, of.name)
     folders.check_free(runs, name)
-    before = None if options.gpus is not None else str(record.get("nproc") or record["world_size"])
+    before = None if options.gpus is not None else str(spec.nproc or record["world_size"])
     launch = LaunchRequest(
         kind="fork", runs=str(runs), name=name, request={"of": of.name, "step": step}, flags=options.flags,
         nproc=options.nproc or before, gpus=options.gpus, max_restarts=restarts,

@@ -19,6 +19,7 @@ from ..run.best import aim_of
 from ..run.metrics import last_evaluation
 from ..run.record import Record
 from ..run.run_folder import Run
+from ..run.spec import spec_of
 from ..views.listing import COLUMNS, listing, value
 from .completion_values import words
 from .options import add_json, add_names, matching
@@ -96,7 +97,7 @@ def _add_details(records: list[Record], runs: Path) -> None:
     """Add the configuration and the metrics of the last evaluation to the records of these runs."""
     for record in records:
         run = Run(runs / record["name"])
-        record["config"] = run.used_config()
+        record["config"] = spec_of(record, run.read_config()).used_config
         if not record.get("metrics") and (line := last_evaluation(run)) is not None:
             record["metrics"] = line["eval"]
 

@@ -209,6 +209,7 @@ def _weights_at(text: str, runs: Path) -> Path:
         Refused: neither a file nor a run has this name.
     """
     from ..run import best, folders
+    from ..run.spec import read_spec
 
     name, sign, which = text.partition("@")
     is_run = bool(name) and (runs / name / "run.json").is_file()
@@ -221,7 +222,9 @@ def _weights_at(text: str, runs: Path) -> Path:
     if not is_run or (sign and not which):
         raise Refused(f"--init {text}: no file and no run has this name; give a FILE, NAME, NAME@best or NAME@STEP")
     run = folders.find(runs, name)
-    step = best.checkpoint_named(run, which or None, screen.remark) or run.newest_checkpoint
+    step = run.newest_checkpoint
+    if which:
+        step = best.checkpoint_named(run, read_spec(run).best_by, which, screen.remark) or step
     if not step:
         raise Refused(f"--init {text}: {name} has no checkpoint yet")
     return run.checkpoint(step).absolute()

@@ -24,12 +24,11 @@ def add_arguments(parser: Parser) -> None:
 
 def run(options: Namespace, runs: Path) -> int:
     """Draw all runs into one file."""
-    from ..views.plot import plot, verdict
+    from ..views.plot import plot
 
     chosen = matching(runs, options.names)
-    plot(chosen, Path(options.to))
-    for run in chosen:
-        if said := verdict(run):
-            screen.say(f"{run.name}: {said}")
+    for run, advice in zip(chosen, plot(chosen, Path(options.to)), strict=True):
+        if advice:
+            screen.say(f"{run.name}: {advice}")
     screen.say(f"wrote {options.to}")
     return EXIT_FINISHED

@@ -31,9 +31,10 @@ def run(options: Namespace, runs: Path) -> int:
     if options.json and options.to is not None:
         raise Refused("--json prints, but --to writes a page; give one of them")
     run = folders.find(runs, options.name)
+    record = run.read_effective()
     if options.to is not None:
-        report.write(run, Path(options.to))
+        report.write(run, record, Path(options.to))
         screen.say(f"wrote {options.to}")
     else:
-        print(report.as_json(run) if options.json else report.text(run))
+        print(report.as_json(run, record) if options.json else report.text(run, record))
     return EXIT_FINISHED

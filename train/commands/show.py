@@ -27,13 +27,15 @@ def run(options: Namespace, runs: Path) -> int:
     """Print the story, or the record as JSON."""
     from ..cluster import jobs
     from ..run import best, folders
+    from ..run.spec import spec_of
     from ..views.listing import story
 
     run = folders.find(runs, options.name)
     record = jobs.status(run, screen.remark)
+    spec = spec_of(record, run.read_config())
     if not options.json:
-        print(story(run, record))
+        print(story(run, record, spec))
         return EXIT_FINISHED
-    facts = {} if record.get("script") else best.facts(run)
+    facts = {} if spec.script else best.facts(run, spec.best_by)
     print(json.dumps({**record, **facts}, indent=1))
     return EXIT_FINISHED

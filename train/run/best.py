@@ -61,10 +61,9 @@ class Best(NamedTuple):
         return better.format(self.lost[0], figure(self.lost[1]), metric=self.metric) if self.lost else ""
 
 
-def best(run: Run, text: str = "") -> Best | None:
-    """Return the best checkpoint by `text` (default: checkpoint.best, else the loss); None if none was evaluated."""
-    given = text or run.read_config().get("checkpoint.best")
-    aim, scores = scores_of(run, given if given and isinstance(given, str) else "loss")
+def best(run: Run, by: str) -> Best | None:
+    """Return the best checkpoint by a value of checkpoint.best ('': by the loss); None if none was evaluated."""
+    aim, scores = scores_of(run, by or "loss")
     saved = set(run.steps_saved())
     step, first = pick(aim, {at: score for at, score in scores.items() if at in saved}), pick(aim, scores)
     if step is None or first is None:
@@ -72,17 +71,18 @@ def best(run: Run, text: str = "") -> Best | None:
     return Best(step, aim.metric, scores[step], (first, scores[first]) if scores[first] != scores[step] else None)
 
 
-def facts(run: Run) -> dict[str, Any]:
-    """Return the checkpoints in the form of run.json: their steps, and the best one."""
-    found = best(run)
+def facts(run: Run, by: str) -> dict[str, Any]:
+    """Return the checkpoints in the form of run.json: their steps, and the best one; `by` as in `best`."""
+    found = best(run, by)
     shown = {"step": found.step, "metric": found.metric, "value": found.value} if found else None
     return {"checkpoints": sorted(run.steps_saved()), "best": shown}
 
 
-def checkpoint_named(run: Run, text: str | None, tell: Callable[[str], None]) -> int | None:
+def checkpoint_named(run: Run, by: str, text: str | None, tell: Callable[[str], None]) -> int | None:
     """Return the step that `--checkpoint` means, a number or `best`; None if it was not given.
 
     Args:
+        by: as in `best`.
         tell: called with a warning if a better evaluation has no checkpoint.
 
     Raises:
@@ -92,7 +92,7 @@ def checkpoint_named(run: Run, text: str | None, tell: Callable[[str], None]) ->
         return None
     saved = ", ".join(map(str, sorted(run.steps_saved()))) or "none"
     if text == "best":
-        found = best(run)
+        found = best(run, by)
         if found is None:
             raise Refused(f"no checkpoint of {run.name} was evaluated (there are: {saved}); give --checkpoint STEP")
         if found.warning:

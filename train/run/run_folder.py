@@ -134,15 +134,6 @@ class Run:
             fields |= {f"{name}.{inner}": one for inner, one in value.items()} if type(value) is dict else {name: value}
         return fields
 
-    def used_config(self) -> dict[str, Any]:
-        """Return `read_config` without the fields that functions of the task replace, whose values have no effect.
-
-        Raises:
-            Refused: run.json cannot be read.
-        """
-        unused = self.read().get("unused_fields") or ()
-        return {name: value for name, value in self.read_config().items() if name not in unused}
-
     def update(self, change: Callable[[Record], None] | None = None, **values: Any) -> None:
         """Change run.json while holding a lock on the folder, so that agent and rank 0 never lose a change."""
         with self._record_locked(math.inf):

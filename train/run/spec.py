@@ -89,6 +89,12 @@ class Spec:
         return self.submitted is not None and bool(self.submission)
 
     @property
+    def best_by(self) -> str:
+        """checkpoint.best: the metric that says which checkpoint is the best; '' if none is set."""
+        wanted = self.config.get("checkpoint.best")
+        return wanted if isinstance(wanted, str) else ""
+
+    @property
     def used_config(self) -> dict[str, Any]:
         """The configuration without the fields whose values have no effect."""
         return {name: value for name, value in self.config.items() if name not in self.unused_fields}

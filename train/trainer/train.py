@@ -394,7 +394,7 @@ def conclude(job: Job, done: Done, attempt: int) -> Outcome:
     end = Outcome(job.world.rank, Kind.STOPPED if done.stopped else Kind.FINISHED, done.step, reason)
     if not job.world.is_first:
         return end
-    figures = {"epoch": job.plan.epoch_of(done.step), **best.facts(job.run)}
+    figures = {"epoch": job.plan.epoch_of(done.step), **best.facts(job.run, job.config.checkpoint.best)}
     if done.stopped:
         text = f"stopped after step {done.step} of {job.total_steps}; continue with: train resume {job.run.name}"
     else:

@@ -15,6 +15,7 @@ from ..format import ago, duration, figure, figures
 from ..run.best import best
 from ..run.record import Attempt, Record
 from ..run.run_folder import Run, seconds_of
+from ..run.spec import Spec
 from ..run.states import COPY, CREATED, FAILED, FINISHED, INTERRUPTED, QUEUED, RUNNING, STOPPED
 from . import time_spent
 
@@ -86,10 +87,10 @@ def listing(records: list[Record], runs: Path, is_part: bool = False, columns: S
     return screen.table(rows, screen.width(sys.stdout), spare=(3, 4) if columns[: len(COLUMNS)] == COLUMNS else ())
 
 
-def facts(run: Run, record: Record) -> list[tuple[str, Any]]:
+def facts(run: Run, record: Record, spec: Spec) -> list[tuple[str, Any]]:
     """Return the facts about a run, each as a label and a value, which may be empty."""
     submitted: Any = record.get("submitted") or {}
-    sent, found, top = record.get("wandb") or {}, best(run), ""
+    sent, found, top = record.get("wandb") or {}, best(run, spec.best_by), ""
     if found is not None:
         top = "; ".join(filter(None, [f"step {found.step}, {found.metric} {figure(found.value)}", found.warning]))
     fork = record.get("forked_from")
@@ -147,7 +148,7 @@ def next_command(record: Record) -> str:
     return commands.get(record["state"], "")
 
 
-def story(run: Run, record: Record) -> str:
+def story(run: Run, record: Record, spec: Spec) -> str:
     """Return what `train show` prints: state, reason, next command, facts, and how each attempt ended.
 
     Args:
@@ -160,7 +161,7 @@ def story(run: Run, record: Record) -> str:
             lines.append(f"  {label:<12} {value}")
 
     line("next", next_command(record))
-    for label, value in facts(run, record):
+    for label, value in facts(run, record, spec):
         line(label, value)
     lines += _attempts(record)
     if record.get("script"):
@@ -171,7 +172,7 @@ def story(run: Run, record: Record) -> str:
     for reason in record.get("not_exact") or ():
         line("not exact", reason)
     line("skipped", _skipped(run, record.get("skipped") or {}))
-    account = time_spent.of_run(run, run.read_effective())
+    account = time_spent.of_run(run, record)
     line("steps redone", account.redone)
     if whole := account.parts["lost"]:
         away, again = duration(whole - account.again), duration(account.again)

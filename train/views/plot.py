@@ -14,6 +14,7 @@ from ..errors import Refused, shortened
 from ..run import metrics
 from ..run.durable import check_target, published
 from ..run.run_folder import Run
+from ..run.spec import spec_of
 from . import settings
 
 if TYPE_CHECKING:
@@ -106,18 +107,21 @@ def _drawable(value: Any) -> float:
     return math.nan if value is None or abs(value) >= HIGHEST else float(value)
 
 
-def plot(runs: list[Run], target: Path) -> None:
-    """Draw the runs into one picture.
+def plot(runs: list[Run], target: Path) -> list[str]:
+    """Draw the runs into one picture. Return the advice of each run about waiting for data; '': it got none.
 
     Raises:
         Refused: the target cannot be written, or no run has metrics yet.
     """
     check_target(target, SUFFIXES)
-    own = settings.differing(runs)
+    records = [run.read() for run in runs]
+    specs = [spec_of(record, run.read_config()) for run, record in zip(runs, records, strict=True)]
+    own = settings.differing([(spec, record.get("world_size")) for spec, record in zip(specs, records, strict=True)])
+    advice = [record.get("data_wait") or "" for record in records]
     drawn = []
     for number, run in enumerate(runs):
         name = screen.printable(run.name)
-        curves = Curves(name, _colour(number, len(runs)), screen.printable(verdict(run)), own[number])
+        curves = Curves(name, _colour(number, len(runs)), screen.printable(advice[number]), own[number])
         drawn.append(curves.read(run))
     empty = [curves.name for curves in drawn if not curves.steps]
     if empty:
@@ -127,11 +131,7 @@ def plot(runs: list[Run], target: Path) -> None:
 
     with rc_context({"text.parse_math": False}), published(target) as partial:  # a $ in a name is a $
         _figure(drawn).savefig(partial, dpi=120)
-
-
-def verdict(run: Run) -> str:
-    """Return the last advice of training about waiting for data; '' if there is none."""
-    return run.read().get("data_wait") or ""
+    return advice
 
 
 def _colour(number: int, runs: int) -> Any:

@@ -22,6 +22,7 @@ from ..run import metrics
 from ..run.durable import check_target, published, read_bytes
 from ..run.record import Record
 from ..run.run_folder import Run, now, seconds_of
+from ..run.spec import Spec, spec_of
 from . import listing, settings, time_spent
 from .plot import LOSS, LR, MOST_MEASURES, SPEED, STEP, TITLES, WAIT, Curves, draw, measures
 
@@ -34,17 +35,19 @@ _BAR = 24
 """Characters of the longest bar in the text."""
 
 
-def as_json(run: Run) -> str:
-    """Return where the time went, for programs."""
-    record = run.read_effective()
+def as_json(run: Run, record: Record) -> str:
+    """Return where the time went, for programs.
+
+    Args:
+        record: run.json with the effective state.
+    """
     account = time_spent.of_run(run, record)
     facts = {"name": run.name, "state": record["state"], **account.as_json()}
     return json.dumps(facts | {"verdict": time_spent.verdict(account, record)}, indent=1)
 
 
-def text(run: Run) -> str:
-    """Return where the time went, as lines for a terminal."""
-    record = run.read_effective()
+def text(run: Run, record: Record) -> str:
+    """Return where the time went, as lines for a terminal; `record` as in `as_json`."""
     account = time_spent.of_run(run, record)
     lines = [f"{screen.name(run.name)}: {listing.with_reason(record['state'], record.get('reason'))}"]
     found = parts(account)
@@ -64,27 +67,23 @@ def text(run: Run) -> str:
     return "\n".join(screen.wrapped(screen.printable(line), columns, indent=4) for line in lines)
 
 
-def write(run: Run, target: Path) -> None:
-    """Write the page of a run.
+def write(run: Run, record: Record, target: Path) -> None:
+    """Write the page of a run; `record` as in `as_json`.
 
     Raises:
-        Refused: the page cannot be written, or run.json cannot be read.
+        Refused: the page cannot be written.
     """
     check_target(target, SUFFIXES)
-    page = html(run)
+    page = html(run, record)
     with published(target) as partial:
         partial.write_text(page, encoding="utf-8")
 
 
-def html(run: Run) -> str:
-    """Return the page.
-
-    Raises:
-        Refused: run.json cannot be read.
-    """
+def html(run: Run, record: Record) -> str:
+    """Return the page; `record` as in `as_json`."""
     from jinja2 import Environment
 
-    record = metrics.up_to_date(run, run.read_effective())
+    record, spec = metrics.up_to_date(run, record), spec_of(record, run.read_config())
     template = Path(__file__).with_name("report.html").read_text(encoding="utf-8")
     environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True, finalize=_printable)
     environment.filters |= {"duration": duration, "moment": _moment, "end_of": listing.end_of}
@@ -97,8 +96,8 @@ def html(run: Run) -> str:
         "verdict": time_spent.verdict(account, record),
         "figures": drawn(run),
         "pictures": _pictures(run),
-        "settings": settings.listed(run),
-        "facts": _facts(run, record),
+        "settings": settings.listed(spec),
+        "facts": _facts(run, record, spec),
         "made": now(),
         "version": __version__,
     }
@@ -123,11 +122,11 @@ def parts(account: time_spent.TimeSpent) -> list[dict[str, Any]]:
     ]  # fmt: skip
 
 
-def _facts(run: Run, record: Record) -> list[tuple[str, Any]]:
+def _facts(run: Run, record: Record, spec: Spec) -> list[tuple[str, Any]]:
     """Return the rows of the table at the top. The template skips rows without a value."""
     hosts = dict.fromkeys(str(one["host"]) for one in (*record["attempts"], record) if one.get("host"))
     return [
-        *listing.facts(run, record),
+        *listing.facts(run, record, spec),
         ("machines", ", ".join(hosts) if len(hosts) > 1 else None),
         ("device", record.get("device")),
         ("samples", record.get("samples")),

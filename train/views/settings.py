@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 from .. import config as configuration
 from .. import screen
 from ..errors import shortened
-from ..run.run_folder import Run
+from ..run.spec import Spec
 
 _MOST = 4
 """Maximum number of fields in the label of a run."""
@@ -28,10 +29,10 @@ class Setting:
     is_changed: bool
 
 
-def listed(run: Run) -> list[Setting]:
+def listed(spec: Spec) -> list[Setting]:
     """Return every field of a run, changed ones first. Defaults of a task's settings are unknown here."""
-    values, unused = run.used_config(), run.read().get("unused_fields") or ()
-    known = {name: info for name, info in configuration.fields().items() if name not in unused}
+    values = spec.used_config
+    known = {name: info for name, info in configuration.fields().items() if name not in spec.unused_fields}
     found = [Setting(name, shown(value), "", True) for name, value in values.items() if name not in known]
     for name, info in known.items():
         usual = "chosen at launch" if info.default is None else shown(info.default)
@@ -49,9 +50,13 @@ def shown(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def differing(runs: list[Run]) -> list[str]:
-    """Return for each run how its configuration differs from the others, as text; '' if it does not."""
-    flats = [_compared(run) for run in runs]
+def differing(runs: Sequence[tuple[Spec, int | None]]) -> list[str]:
+    """Return for each run how it differs from the others, as text; '' if it does not.
+
+    Args:
+        runs: What each runs, and its number of ranks.
+    """
+    flats = [_compared(spec, ranks) for spec, ranks in runs]
     names = sorted({name for values in flats for name in values})
     other = [name for name in names if len({shown(values.get(name)) for values in flats}) > 1]
     # micro_batch_size follows from these two, so naming them is enough
@@ -64,8 +69,7 @@ def differing(runs: list[Run]) -> list[str]:
     return labels
 
 
-def _compared(run: Run) -> dict[str, Any]:
-    record = run.read()
-    task = record.get("task_source") or record.get("task") or record.get("script")
-    values = run.used_config() | {"task": Path(str(task)).stem if task else None, "ranks": record.get("world_size")}
+def _compared(spec: Spec, ranks: int | None) -> dict[str, Any]:
+    code = spec.task_source or spec.task or spec.script
+    values = spec.used_config | {"task": Path(code).stem if code else None, "ranks": ranks}
     return {name: value for name, value in values.items() if not name.startswith(("log.", "watch."))}

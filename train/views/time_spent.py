@@ -13,7 +13,7 @@ from typing import Any
 from ..run import heartbeat
 from ..run.record import Attempt, Record, Times
 from ..run.run_folder import Run, seconds_of
-from ..run.states import COPY, CREATED, INTERRUPTED, RUNNING
+from ..run.states import COPY, CREATED, INTERRUPTED, QUEUED, RUNNING
 
 PARTS = {
     "compute": ("computing", "Forward, backward and optimizer, and the engine's work between them."),
@@ -94,7 +94,7 @@ def of_run(run: Run, record: Record) -> TimeSpent:
         record: run.json with the effective state.
     """
     attempts, seen = record["attempts"], 0.0
-    if record["state"] in (INTERRUPTED, COPY):
+    if record["state"] in (INTERRUPTED, COPY, QUEUED):  # queued: by its cluster, after its processes died
         signs = [heartbeat.last_sign(run.logs(len(attempts)))]
         signs += [path.stat().st_mtime for path in (run.folder / "run.json", run.metrics) if path.exists()]
         seen = max(signs)

@@ -13,6 +13,7 @@ from train.commands.options import matching
 from train.errors import Refused
 from train.run import best, folders
 from train.run.run_folder import Run
+from train.run.spec import read_spec
 
 pytestmark = pytest.mark.never_forgiven
 
@@ -128,27 +129,28 @@ def evaluated(run: Run, saved: list[int], scores: dict[int, dict[str, float | No
 
 def test_the_best_checkpoint_has_the_lowest_loss_or_the_highest_metric_that_is_asked_for(runs: Path) -> None:
     run = Run(runs / "exp-1")
-    assert best.best(run) is None and best.facts(run) == {"checkpoints": [], "best": None}
+    assert best.best(run, read_spec(run).best_by) is None and best.facts(run, "") == {"checkpoints": [], "best": None}
     with pytest.raises(Refused, match="was evaluated"):
-        best.checkpoint_named(run, "best", print)
+        best.checkpoint_named(run, "", "best", print)
     scores: dict[int, dict[str, float | None]] = {
         2: {"loss": 0.1, "accuracy": 0.5}, 4: {"loss": 0.3, "accuracy": 0.9}, 6: {"loss": 0.2, "accuracy": 0.9},
         8: {"loss": None, "accuracy": None},
     }  # fmt: skip
     evaluated(run, [4, 6, 7, 8], scores)
-    assert best.best(run) == best.Best(6, "loss", 0.2, lost=(2, 0.1))
+    assert best.best(run, read_spec(run).best_by) == best.Best(6, "loss", 0.2, lost=(2, 0.1))
     said: list[str] = []
-    assert best.checkpoint_named(run, "best", said.append) == 6 and best.checkpoint_named(run, "7", said.append) == 7
+    assert best.checkpoint_named(run, "", "best", said.append) == 6
+    assert best.checkpoint_named(run, "", "7", said.append) == 7
     better = "step 2 was better (loss 0.1000) but has no checkpoint"
     assert said == [f"warning: {better}; next time give --checkpoint.best loss"]
     evaluated(run, [], scores, "accuracy")
-    assert best.best(run) == best.Best(6, "accuracy", 0.9, lost=None)
+    assert best.best(run, read_spec(run).best_by) == best.Best(6, "accuracy", 0.9, lost=None)
     evaluated(run, [], scores, "min:accuracy")
-    assert best.best(run) == best.Best(6, "accuracy", 0.9, lost=(2, 0.5))
+    assert best.best(run, read_spec(run).best_by) == best.Best(6, "accuracy", 0.9, lost=(2, 0.5))
     evaluated(run, [], scores, "max:loss")
-    assert best.best(run) == best.Best(4, "loss", 0.3, lost=None)
+    assert best.best(run, read_spec(run).best_by) == best.Best(4, "loss", 0.3, lost=None)
     evaluated(run, [], scores, "acuracy")  # which no evaluation has
-    assert best.best(run) == best.Best(6, "loss", 0.2, lost=(2, 0.1))
+    assert best.best(run, read_spec(run).best_by) == best.Best(6, "loss", 0.2, lost=(2, 0.1))
 
 
 def test_a_best_that_no_evaluation_can_name_is_refused_or_told_and_the_lowest_loss_is_kept(

@@ -14,6 +14,7 @@ from train.checkpoint import manifest
 from train.checkpoint.manifest import Unreadable
 from train.run import best, folders
 from train.run.run_folder import Run
+from train.run.spec import read_spec
 from train.views.listing import story
 
 pytestmark = pytest.mark.never_forgiven
@@ -45,8 +46,12 @@ def text(content: str) -> Callable[[Path], Any]:
 def test_a_configuration_that_is_none_hides_nothing_else(run: Run, put: Callable[[Path], Any]) -> None:
     (run.folder / "config.toml").unlink()
     put(run.folder / "config.toml")
-    assert "step 2, loss 0.5000" in story(run, run.read_effective())
-    assert best.facts(run) == {"checkpoints": [1, 2], "best": {"step": 2, "metric": "loss", "value": 0.5}}
+    assert "step 2, loss 0.5000" in story(run, run.read_effective(), read_spec(run))
+    facts = best.facts(run, read_spec(run).best_by)
+    assert facts == {
+        "checkpoints": [1, 2],
+        "best": {"step": 2, "metric": "loss", "value": 0.5},
+    }
     assert isinstance(run.read_config(), dict)
 
 
@@ -54,7 +59,7 @@ def test_a_configuration_that_is_none_hides_nothing_else(run: Run, put: Callable
 def test_a_figure_that_is_none_is_not_the_best(run: Run, figure: str) -> None:
     line = f'{{"step": 1, "epoch": 1, "eval": {{"loss": {figure}}}}}\n'
     run.metrics.write_text(line + run.metrics.read_text().splitlines(keepends=True)[1])
-    assert "step 2, loss 0.5000" in story(run, run.read_effective())
+    assert "step 2, loss 0.5000" in story(run, run.read_effective(), read_spec(run))
 
 
 @pytest.mark.parametrize(

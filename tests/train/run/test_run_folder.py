@@ -19,6 +19,7 @@ from train.errors import Refused
 from train.monitor.top import Page
 from train.run import folders, heartbeat, run_folder, states
 from train.run.run_folder import Run
+from train.run.spec import read_spec
 from train.views.listing import listing, story
 
 pytestmark = pytest.mark.never_forgiven
@@ -386,7 +387,7 @@ def test_what_others_wrote_steers_no_terminal(run: Run) -> None:
     evil = "boom \x1b]0;owned\x07\x1b[2J\nstate: finished"
     (run.folder / "run.json").write_text(json.dumps(run.read() | {"state": "failed", "reason": evil, "task": evil}))
     page = "\n".join(row.text for row in Page(run.folder.parent).rows(120, 30))
-    for text in (story(run, run.read_effective()), page):
+    for text in (story(run, run.read_effective(), read_spec(run)), page):
         assert "boom" in text and "\x1b" not in text and "\x07" not in text
         assert not any(line.startswith("state: ") for line in text.splitlines())
 

@@ -17,6 +17,7 @@ from train.commands import plot as command
 from train.errors import Refused
 from train.run import folders
 from train.run.run_folder import Run
+from train.run.spec import read_spec
 from train.views import settings
 from train.views.plot import Curves, plot
 
@@ -133,8 +134,9 @@ def test_of_several_runs_it_says_in_what_their_configurations_differ(tmp_path: P
     for run, rate in zip(runs, (0.1, 0.01, 0.1), strict=True):
         (run.folder / "config.toml").write_text(f"seed = 0\n[optim]\nlr = {rate}\n[log]\nevery_steps = {rate}\n")
     runs[2].update(world_size=4)
-    assert settings.differing(runs) == ["optim.lr=0.1  ranks=1", "optim.lr=0.01  ranks=1", "optim.lr=0.1  ranks=4"]
-    assert settings.differing(runs[:1]) == [""]
+    launched = [(read_spec(run), run.read()["world_size"]) for run in runs]
+    assert settings.differing(launched) == ["optim.lr=0.1  ranks=1", "optim.lr=0.01  ranks=1", "optim.lr=0.1  ranks=4"]
+    assert settings.differing(launched[:1]) == [""]
     plot(runs, tmp_path / "all.svg")
     text = (tmp_path / "all.svg").read_text()
     assert "optim.lr=0.01" in text and "ranks=4" in text and "seed" not in text
@@ -183,7 +185,8 @@ import re, sys
 from pathlib import Path
 from train.views import report
 from train.run.run_folder import Run
-report.write(Run(Path(sys.argv[1])), Path(sys.argv[2]))
+run = Run(Path(sys.argv[1]))
+report.write(run, run.read_effective(), Path(sys.argv[2]))
 # of its own memory: what getrusage says counts that of the process, too, which it was forked from
 print(int(re.search(r"VmHWM:\\s*(\\d+)", Path("/proc/self/status").read_text())[1]) // 1024)
 """

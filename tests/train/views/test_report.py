@@ -210,6 +210,10 @@ def made(folder: Path, name: str = "run", **record: Any) -> Run:
     return Run(folder / name)
 
 
+def page_of(run: Run) -> str:
+    return report.html(run, run.read_effective())
+
+
 def evil(folder: Path) -> Run:
     """A run of whom every text is a script."""
     run = made(
@@ -239,7 +243,7 @@ class Elements(HTMLParser):
 
 @pytest.mark.never_forgiven
 def test_the_page_escapes_everything_and_loads_nothing(tmp_path: Path) -> None:
-    text = report.html(evil(tmp_path))
+    text = page_of(evil(tmp_path))
     found = Elements(text)
     assert not found.names & {"script", "img", "iframe", "link", "object"} and found.loaded == []
     assert text.count("<svg") == 7 and "url(http" not in text and "cannot be shown" not in text
@@ -247,7 +251,8 @@ def test_the_page_escapes_everything_and_loads_nothing(tmp_path: Path) -> None:
 
 def test_words_in_another_encoding_are_written_as_they_can_be(tmp_path: Path) -> None:
     name = os.fsdecode("café".encode("latin-1"))  # of a folder on a disk from elsewhere
-    report.write(made(tmp_path, script=f"/{name}/train.py", reason=name), tmp_path / "page.html")
+    run = made(tmp_path, script=f"/{name}/train.py", reason=name)
+    report.write(run, run.read_effective(), tmp_path / "page.html")
     assert "/caf\\udce9/train.py" in (tmp_path / "page.html").read_text(encoding="utf-8")
 
 
@@ -259,7 +264,7 @@ CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", 
 def test_a_browser_executes_nothing_of_it(tmp_path: Path) -> None:
     run = evil(tmp_path / "runs")
     # without the policy too: what escapes it is the escaping
-    text = re.sub(r"<meta http-equiv=\"Content-Security-Policy\"[^>]*>", "", report.html(run))
+    text = re.sub(r"<meta http-equiv=\"Content-Security-Policy\"[^>]*>", "", page_of(run))
     (tmp_path / "page.html").write_text(text)
     done = subprocess.run(
         [str(CHROMIUM), "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'profile'}",
@@ -277,7 +282,7 @@ def test_files_that_are_damaged_are_said(tmp_path: Path) -> None:
     run.metrics.write_bytes(b'{"step": 1}\n5\n{"step": 2, "eval": 3}\n[]\nnull\n\xff\xfe\n' + b"[" * 100_000 + b"\n")
     (run.folder / "config.toml").write_text("not = [toml")
     (run.folder / "task.py").write_text("class Settings(:")
-    assert "cannot be read" in report.html(run)
+    assert "cannot be read" in page_of(run)
 
 
 def test_bad_requests_are_refused_in_a_line(finished: Any, tmp_path: Path) -> None:
@@ -302,7 +307,7 @@ def test_the_page_of_a_script_says_what_is_known(station: Any) -> None:
 
 
 def test_what_differs_from_the_defaults_is_told_apart(finished: Any) -> None:
-    text = report.html(finished.run("done"))
+    text = page_of(finished.run("done"))
     changed, usual = re.split(r"<details>", text)
     assert "<code>optim.lr</code>" in changed and "<code>seed</code>" in usual
     assert "<code>task.width</code>" in changed  # whose default only the task knows

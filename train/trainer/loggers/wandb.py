@@ -24,6 +24,7 @@ from ... import module_runner
 from ...errors import Refused, one_line
 from ...run import durable, metrics
 from ...run.run_folder import Run
+from ...run.spec import read_spec
 
 FILE = "wandb.json"
 """Name of the file in the run folder with the id at W&B and the last steps that were sent."""
@@ -120,7 +121,7 @@ def _send(run: Run, project: str) -> None:
     options = wandb.Settings(console="off", silent=True, disable_git=True, disable_code=True)
     there = wandb.init(
         project=name, entity=entity or None, id=sent.id, name=run.name, resume="allow", dir=str(run.path),
-        config=run.used_config(), settings=options,
+        config=read_spec(run).used_config, settings=options,
     )  # fmt: skip
     run.note(wandb={"project": project, "id": sent.id, "url": "" if there.offline else there.url})
     there.define_metric("*", step_metric="step")
