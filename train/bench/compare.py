@@ -24,7 +24,7 @@ Way = Callable[[World], Callable[[], None]]
 """Makes the step of a way on a rank."""
 Blocks = dict[str, list[float]]
 """The seconds of each block, by way."""
-_PRELOAD = ("torch", "train.parallel.ddp", "train.parallel.fsdp", "train.parallel.ordered")
+_PRELOAD = ("torch", "train.parallel.preload")
 """Modules that a server has loaded when it forks ranks."""
 
 

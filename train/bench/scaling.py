@@ -20,7 +20,6 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +27,7 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
 from ..build.updates import Update
-from ..config import Config, Parallel
+from ..config import Config, Parallel, strategies
 from ..parallel.choose import make
 from ..parallel.precision import Precision
 from ..parallel.world import World
@@ -91,17 +90,18 @@ class Row:
     process runs all ways in turn."""
 
 
-def bench(folder: Path, times: int, name: str, strategies: list[Any], ranks: list[int], as_json: bool) -> str:
+def bench(folder: Path, times: int, name: str, chosen: list[str], ranks: list[int], as_json: bool) -> str:
     """Measure with this many blocks of each way. Returns a table in Markdown, or JSON.
 
     Args:
         name: one of SUBJECTS.
-        strategies: some of ddp, fsdp, hsdp; empty: ddp and fsdp.
+        chosen: strategies for several ranks; empty: those that need no further field.
         ranks: numbers of ranks; empty: 1, 2, 4, … up to the number of GPUs, or 1 and 2 on the CPU. Under torchrun:
             torchrun's.
     """
     gpus, rank_env, subject = torch.cuda.device_count(), torchruns(), SUBJECTS[name]
     local = rank_env.local_size if rank_env else 0
+    usual = [one for one in strategies.of_several() if "shard_size" not in strategies.of(one).fields]
     wanted = [rank_env.size] if rank_env else sorted({1, *(ranks or _usual(gpus))})
     rows: list[Row] = []
     missing: list[str] = []
@@ -109,7 +109,7 @@ def bench(folder: Path, times: int, name: str, strategies: list[Any], ranks: lis
         if gpus and (local or size) > gpus:
             missing.append(f"{size} ranks, for {gpus} GPU{'s are' if gpus > 1 else ' is'} here")
             continue
-        ways, absent = _ways(subject, size, strategies or ["ddp", "fsdp"], local)
+        ways, absent = _ways(subject, size, chosen or usual, local)
         missing += absent
         rows += _measured(folder, subject, size, ways, times, rows)
     cores = os.cpu_count() or 1
@@ -126,7 +126,7 @@ def _usual(gpus: int) -> list[int]:
     return [2**n for n in range(gpus.bit_length())] if gpus else [1, 2]
 
 
-def _ways(subject: Subject, size: int, strategies: list[Any], local: int) -> tuple[dict[str, Way], list[str]]:
+def _ways(subject: Subject, size: int, chosen: list[str], local: int) -> tuple[dict[str, Way], list[str]]:
     """Return what can be measured on this many ranks (`local` of them on each machine, if there are several) and what
     cannot."""
     alone: Way = functools.partial(_by_hand, subject, True)
@@ -134,15 +134,15 @@ def _ways(subject: Subject, size: int, strategies: list[Any], local: int) -> tup
         return {_BARE: alone, "single": functools.partial(_by_strategy, subject, Parallel())}, []
     ways: dict[str, Way] = {_HAND: functools.partial(_by_hand, subject, False), _ALONE: alone}
     missing = []
-    for strategy in strategies:
-        parallel = Parallel(strategy=strategy)
-        if strategy == "hsdp":
+    for name in chosen:
+        parallel = Parallel(strategy=name)
+        if "shard_size" in strategies.of(name).fields:
             groups = size // local if 0 < local < size else 2
             if size % groups:
-                missing.append(f"hsdp on {size} ranks, which do not make {groups} groups of one size")
+                missing.append(f"{name} on {size} ranks, which do not make {groups} groups of one size")
                 continue
-            parallel = Parallel(strategy="hsdp", shard_size=size // groups)
-        ways[strategy] = functools.partial(_by_strategy, subject, parallel)
+            parallel = Parallel(strategy=name, shard_size=size // groups)
+        ways[name] = functools.partial(_by_strategy, subject, parallel)
     return ways, missing
 
 

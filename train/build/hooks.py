@@ -129,7 +129,7 @@ class Hooks:
                     f"after_step in {self._task.file} changes which parameters require gradients, but no checkpoint "
                     "holds that; use --freeze, or two runs, the second with --init"
                 )
-            self._strategy.restore_buffers()  # one that is reassigned (model.code = …)
+            self._strategy.buffers.restore()  # one that is reassigned (model.code = …)
         if self.average is not None:
             self.average.update(step)
         self._steps += 1

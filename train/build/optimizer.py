@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import config as configuration
-from ..config import SPREAD, Config, Optim
+from ..config import Config, Optim, strategies
 from ..errors import Refused, nearest, one_line
 from ..tasks import Task
 from .objects import call
@@ -160,8 +160,8 @@ def takes_fused(parameters: list[nn.Parameter], config: Config) -> bool:
     optim = config.optim
     if optim.name not in _FUSED or {"fused", "foreach"} & optim.args.keys():
         return False
-    is_spread = optim.name == "sgd" and config.parallel.strategy in SPREAD
-    return not is_spread and all(parameter.is_floating_point() for parameter in parameters)
+    takes_no_parts = optim.name == "sgd" and strategies.of(config.parallel.strategy).splits_parameters
+    return not takes_no_parts and all(parameter.is_floating_point() for parameter in parameters)
 
 
 def _check_groups(optimizer: torch.optim.Optimizer, model: nn.Module, task: Task) -> None:
@@ -192,7 +192,7 @@ def _check_sharded(optimizer: torch.optim.Optimizer, config: Config) -> None:
         Refused: one of torch's that would then make a wrong step or none.
     """
     name = config.parallel.strategy
-    if name in SPREAD and type(optimizer).__name__ in ("Adafactor", "Rprop"):
+    if strategies.of(name).splits_parameters and type(optimizer).__name__ in ("Adafactor", "Rprop"):
         raise Refused(
             f"torch.optim.{type(optimizer).__name__} needs whole parameters, but --parallel.strategy {name} "
             "spreads them over ranks; use --parallel.strategy ddp, or another optimizer"

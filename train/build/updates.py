@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..config import SPREAD, Config
+from ..config import Config, strategies
 from ..errors import Refused, nearest
 from ..parallel import choose
 from ..parallel.precision import Precision
@@ -110,7 +110,7 @@ def read_updates(task: Task, model: nn.Module, config: Config) -> list[Update]:
     if task.updates is None:
         assert task.loss is not None
         return [Update("", task.loss, make_optimizer(task, model, config), 1, f"loss in {task.file}")]
-    if config.parallel.strategy in SPREAD:
+    if strategies.of(config.parallel.strategy).splits_parameters:
         raise Refused(
             f"--parallel.strategy {config.parallel.strategy} makes one update per step, but {task.file} has "
             "updates(); use --parallel.strategy ddp"
@@ -193,7 +193,7 @@ def spread_updates(
         update.others = [parameter for other in updates if other is not update for parameter in other.parameters]
         update.strategy = choose.make(world, config, precision)
         update.activate()
-        update.strategy.take(model)
+        update.strategy.place(model)
     for update in updates:  # what makes and loads the state of optimizers asks for gradients of all
         for parameter in update.parameters:
             parameter.requires_grad_(True)

@@ -22,7 +22,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from .. import faults
-from ..config import SPREAD, Config
+from ..config import Config
 from ..parallel.world import World
 from ..run.durable import sync
 from ..run.run_folder import Run
@@ -46,19 +46,22 @@ class Saver:
     and publishes it. The thread's collectives have a group of their own.
     """
 
-    def __init__(self, run: Run, world: World, config: Config, attempt: int, saved: Callable[[int], None]) -> None:
+    def __init__(
+        self, run: Run, world: World, config: Config, attempt: int, saved: Callable[[int], None], *,
+        all_write: bool = True,
+    ) -> None:  # fmt: skip
         """
         Args:
             run: where checkpoints lie.
             attempt: rank 0's number of the attempt.
             saved: called on rank 0 with the step of each checkpoint once it is durable, maybe from a thread.
+            all_write: whether all ranks see the folder and write a part. Otherwise rank 0 writes alone.
         """
         self.run, self.attempt, self.config, self._saved = run, attempt, config, saved
         self.world = world.with_own_group()
-        self._of_rank_0 = world.nodes > 1 and config.parallel.strategy not in SPREAD
-        """Whether rank 0 writes alone, because the folder is on its machine."""
-        self._writes = world.is_first or not self._of_rank_0
-        writers = world.of_rank_0() if self._of_rank_0 else world
+        self._all_write = all_write
+        self._writes = world.is_first or all_write
+        writers = world if all_write else world.of_rank_0()
         staged = config.checkpoint.asynchronous and self._writes
         self._staging = Staging(writers.rank, writers.size) if staged else None
         self._pool = ThreadPoolExecutor(1, "save")
@@ -154,7 +157,7 @@ class Saver:
     def _write(self, partial: Path, state: dict[str, Any]) -> dict[str, Any]:
         """Write the shards. Returns what the manifest lists."""
         writer, state = DurableWriter(partial), packed(state)
-        if not self._of_rank_0:
+        if self._all_write:
             # DCP gathers the errors of all ranks and raises on each of them
             dcp.save(state, storage_writer=writer, process_group=self.world.group, no_dist=self.world.size == 1)
             return {name: entry for part in self.world.gather(writer.entries) for name, entry in part.items()}

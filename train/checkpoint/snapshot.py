@@ -79,19 +79,18 @@ class Snapshots:
     """One rank's copies."""
 
     def __init__(
-        self, parts: Parts | None, is_on: bool, world: World, is_sharded: bool, fingerprint: str, mark: str,
+        self, parts: Parts | None, is_on: bool, world: World, fingerprint: str, mark: str,
         memory_left: Callable[[], int],
     ) -> None:  # fmt: skip
         """
         Args:
             parts: this rank copies to one of them and loads from all; None: it has no copies.
             is_on: whether copies are wanted; the same on all ranks.
-            is_sharded: each rank has a part of the state only.
             fingerprint: of everything that must be the same where a copy is used.
             mark: the mark of this attempt, the same on all machines.
             memory_left: returns the bytes of memory that are left.
         """
-        self.parts, self._is_on, self._world, self.is_sharded = parts, is_on, world, is_sharded
+        self.parts, self._is_on, self._world = parts, is_on, world
         self.fingerprint, self.memory_left, self._mark = fingerprint, memory_left, mark
         self._buffers = parts.all[parts.own] if parts is not None else None
         self._memory: list[PinnedMemory] = []

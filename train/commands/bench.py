@@ -20,7 +20,6 @@ from .parser import Parser, number
 SUBJECTS = {"checkpoint": 5, "collective": 20, "input": 10, "lr": 100, "scaling": 20}
 """Maps a subject to its default of --times. The function `bench` of train/bench/SUBJECT.py measures it."""
 
-_STRATEGIES = ("ddp", "fsdp", "hsdp")
 _TAKEN_BY = {
     "config": ("lr",), "json": ("scaling",), "mb": ("checkpoint",), "model": ("scaling",),
     "nproc": ("collective", "scaling"), "pictures": ("input",), "strategies": ("scaling",), "task": ("lr",),
@@ -59,7 +58,7 @@ def add_arguments(parser: Parser) -> None:
     models = ("mlp", "resnet18", "resnet50")
     text = "Model to train. Default: mlp, a perceptron."
     add("--model", choices=models, metavar="|".join(models), section=only, help=text)
-    add("--strategies", metavar="A,B", section=only, help="Some of ddp, fsdp, hsdp. Default: ddp,fsdp.")
+    add("--strategies", metavar="A,B", section=only, help="Strategies to compare. Default: ddp,fsdp.")
     add("--json", action="store_const", const=True, section=only, help="Print JSON, for programs.")
     add("--pictures", metavar="N", section="options of input", help="Number of JPEG files. Default: 256.")
     only = "options of lr (it also takes all config fields below)"
@@ -117,14 +116,17 @@ def _own(options: Namespace, runs: Path) -> dict[str, Any]:
             from ..launcher.request import Request
 
             return {"request": Request(**request), "target": Path(options.to)}
+    from ..config import strategies
+
     ranks = [number("nproc", text, 1) or 1 for text in options.nproc.split(",")] if options.nproc is not None else []
     names = options.strategies.split(",") if options.strategies is not None else []
+    known = strategies.of_several()
     for name in names:
-        if name not in _STRATEGIES:
-            known = ", ".join(_STRATEGIES)
-            raise Refused(f"--strategies {options.strategies}: {name or 'an empty name'} is not one of {known}")
+        if name not in known:
+            unknown = name or "an empty name"
+            raise Refused(f"--strategies {options.strategies}: {unknown} is not one of {', '.join(known)}")
     return {
-        "name": options.model or "mlp", "strategies": list(dict.fromkeys(names)), "ranks": ranks,
+        "name": options.model or "mlp", "chosen": list(dict.fromkeys(names)), "ranks": ranks,
         "as_json": options.json is not None,
     }  # fmt: skip
 

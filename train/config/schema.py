@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Annotated, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 from pydantic import BeforeValidator, ConfigDict, Field, ValidationError, WrapValidator
 from pydantic.dataclasses import dataclass
 from pydantic_core import PydanticCustomError
+
+from . import strategies
 
 # the validators are built once, at first use: most processes of a run only read names and types
 _STRICT = ConfigDict(extra="forbid", allow_inf_nan=False, defer_build=True)
@@ -47,6 +49,11 @@ def _as_argument(value: Any, check: Callable[[Any], Any]) -> Any:
 
 Argument = Annotated[bool | float | list[float] | None, WrapValidator(_as_argument)]
 """A value in `optim.args`; None: the argument is not passed."""
+
+if TYPE_CHECKING:
+    StrategyName = str
+else:
+    StrategyName = Literal[strategies.names()]
 
 ON_RESUME = "may change on resume"
 """Marks a field that a resume may change: it does not affect what is computed, or only when training ends."""
@@ -100,13 +107,9 @@ class Schedule:
     """Global batch size for which optim.lr was chosen. Used by scaling."""
 
 
-SPREAD = ("fsdp", "hsdp")
-"""Strategies in which each rank holds only a part of the state."""
-
-
 @dataclass(config=_STRICT)
 class Parallel:
-    strategy: Changeable[Literal["auto", "single", "ddp", "fsdp", "hsdp"]] = "auto"
+    strategy: Changeable[StrategyName] = "auto"
     """How ranks share the model. auto: ddp on several ranks, single on one. ddp: each rank has a copy. fsdp: each rank
     holds a part of the parameters, gradients and optimizer state. hsdp: fsdp in groups of shard_size ranks."""
     reduce: Literal["fast", "ordered"] = "fast"

@@ -19,7 +19,7 @@ from .. import gpus
 from ..build import cores, initial_weights, objects, schedule
 from ..build.objects import make_objects
 from ..build.updates import read_updates
-from ..config import Config
+from ..config import Config, strategies
 from ..data import fingerprint, probe, threads
 from ..data.fetch import EVALUATION, TRAINING, is_indexed_at_once
 from ..errors import Refused, nearest
@@ -273,14 +273,10 @@ def check_model(task: Task, config: Config, ranks: int, precision: Precision) ->
     """
     model = objects.make_model(task, config, precision.weights)
     objects.check_forward(task, model)
-    choose.check_model(model, ranks, precision.device)
-    if choose.shards(config, ranks):
-        from ..parallel import fsdp
-
-        if task.inference_model is not None:
-            how = config.parallel.strategy
-            raise Refused(f"{how} cannot run inference_model() of {task.file}; remove it, or use ddp")
-        fsdp.check(model, config)
+    if task.inference_model is not None and strategies.of(config.parallel.strategy, ranks).splits_parameters:
+        how = config.parallel.strategy
+        raise Refused(f"{how} cannot run inference_model() of {task.file}; remove it, or use ddp")
+    choose.check_model(model, config, ranks, precision.device)
     objects.inference_model(task, model)
     if config.compile == "blocks":
         wrapped(model, config)

@@ -112,7 +112,7 @@ def _changed(run: Run, step: int, task: Task, model: nn.Module, before: Config, 
     Raises:
         Refused: the checkpoint does not fit the model, the optimizer or another part of the new configuration.
     """
-    after = dataclasses.replace(after, device="cpu", parallel=Parallel(strategy="single"))
+    after = dataclasses.replace(after, device="cpu", parallel=Parallel())
     world, precision = World(0, 1, 0, torch.device("cpu")), cpu_precision(after)
     (update, *_), optimizer = spread_updates(task, model, after, world, precision)
     new = [dict(group) for group in optimizer.param_groups]

@@ -94,7 +94,7 @@ def runs_of_node(
     if strategy is None and config_file is not None:
         with contextlib.suppress(Refused):  # a later check reports the problem
             strategy = configuration.flatten(configuration.read_toml(Path(config_file))).get("parallel.strategy")
-    is_shared = strategy in configuration.SPREAD or other == 0
+    is_shared = configuration.strategies.of(strategy).needs_shared_disk or other == 0
     return folders.of_node(runs, cluster["node"]) if is_shared else runs
 
 

@@ -10,11 +10,10 @@ from .. import config as configuration
 from ..build import objects
 from ..build.objects import config_of, data_differs, task_of
 from ..checkpoint import manifest as manifests
-from ..config import Config
+from ..config import Config, strategies
 from ..config.resolve import check_changes
 from ..data import fingerprint
 from ..errors import Refused
-from ..parallel import choose
 from ..parallel.compiling import is_of_torch
 from ..parallel.devices import NoGPU
 from ..parallel.precision import Precision
@@ -85,7 +84,8 @@ def prepare_resume(run: Run, flags: dict[str, str], local: int, nodes: range = A
     if "log.trace" in flags:
         trace.steps_of(config.log.trace, run.newest_checkpoint, found.total)
     is_first_of_several = record["world_size"] == 1 < ranks
-    if is_first_of_several or choose.shards(config, ranks) or config.parallel.recompute:
+    splits = strategies.of(config.parallel.strategy, ranks).splits_parameters
+    if is_first_of_several or splits or config.parallel.recompute:
         checks.check_model(task, config, ranks, found.precision)
     batch_norm.check(
         task, config, found.train_set, lambda: checks.check_model(task, config, ranks, found.precision), ranks,
@@ -105,7 +105,8 @@ def _check_gathering(
     run: Run, spec: Spec, config: Config, precision: Precision, ranks: int, flags: dict[str, str]
 ) -> None:
     """Refuse a run from before fsdp gathered weights in bf16 and fp16: it would continue with other bits."""
-    if precision.products is not None and choose.shards(config, ranks) and not spec.gathers_products:
+    splits = strategies.of(config.parallel.strategy, ranks).splits_parameters
+    if precision.products is not None and splits and not spec.gathers_products:
         old = f"{run.name} is from before {config.parallel.strategy} gathered weights in {config.precision}"
         raise Refused(f"{old}, and would continue with other bits{_elsewhere(run, flags)}")
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from .. import config as configuration
-from ..config import SPREAD, Config
+from ..config import Config, strategies
 from ..errors import Refused
 from ..tasks import Task
 from .task_source import Source, of_task
@@ -38,9 +38,10 @@ _NEEDS: dict[str, tuple[str, tuple[Any, ...]]] = {
     "schedule.step_epochs": ("schedule.decay", ("step",)),
     "schedule.gamma": ("schedule.decay", ("step",)),
     "schedule.base_batch_size": ("schedule.scaling", ("linear", "sqrt")),
-    "parallel.shard_size": ("parallel.strategy", ("hsdp",)),
-    "parallel.wrap": ("parallel.strategy", SPREAD),
-    "parallel.find_unused_parameters": ("parallel.strategy", ("ddp", "auto")),
+    **{
+        f"parallel.{field}": ("parallel.strategy", strategies.with_field(field))
+        for field in ("shard_size", "wrap", "find_unused_parameters")
+    },
     "log.mfu": ("device", ("cuda",)),
 }
 """Maps a field to the field that must be set for it to have any effect, and to the values that count; (): any."""

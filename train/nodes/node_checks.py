@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ..config import SPREAD
+from ..config import strategies
 from ..run import folders
 from ..run.run_folder import Run
 
@@ -117,9 +117,9 @@ def difference(first: Mapping[str, Any], other: Mapping[str, Any]) -> str:
     return ""
 
 
-def is_spread(hello: Mapping[str, Any]) -> bool:
-    """Whether the state is sharded among the ranks, which then need one folder for checkpoints."""
-    return hello["same"]["config"].get("parallel.strategy") in SPREAD
+def needs_shared_disk(hello: Mapping[str, Any]) -> bool:
+    """Whether all nodes must see node 0's run folder, because the ranks of all write checkpoints into it."""
+    return strategies.of(hello["same"]["config"].get("parallel.strategy")).needs_shared_disk
 
 
 def sees_folder(folder: Path, id: str) -> bool:

@@ -72,7 +72,7 @@ class Nodes:
         self._has_ended = bool(attempts and attempts[-1]["end"])
         """Whether the end of the last attempt on this node was recorded."""
         self._hello = node_checks.hello(run, settings.node, nproc, settings.least, settings.most)
-        if listening is not None and node_checks.is_spread(self._hello):
+        if listening is not None and node_checks.needs_shared_disk(self._hello):
             (run.folder / node_checks.SHARED).write_text(self._id, encoding="utf-8")
         self._rendezvous = self._reach(listening)
         self._from_step, self._began, self._remark = 0, 0.0, ""
@@ -89,7 +89,7 @@ class Nodes:
         if zero.get("end") and self._has_ended:
             raise ConnectionError("node 0 is about to leave")  # it publishes an end that this node knows
         problem = node_checks.difference(zero["hello"], self._hello)
-        if problem or not node_checks.is_spread(self._hello):
+        if problem or not node_checks.needs_shared_disk(self._hello):
             return problem
         until = time.monotonic() + SHARED_FOLDER
         while not node_checks.sees_folder(self.run.folder, zero["id"]):

@@ -1,34 +1,23 @@
-"""Chooses the strategy of a run, and checks whether its ranks can use it.
+"""Checks whether the ranks of a run can train as `parallel` says, and makes their strategy.
 
 Checks before a launch must not import the strategies: DTensor brings torch's compiler with it, five seconds.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import importlib
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..config import SPREAD, Config
+from ..config import Config, strategies
+from ..config.strategies import StrategyInfo
 from ..errors import Refused
 
 if TYPE_CHECKING:
     from .precision import Precision
     from .strategy import Strategy
     from .world import World
-
-
-def resolve(config: Config, size: int) -> str:
-    """Return the strategy that a configuration means for this many ranks. One rank always means single."""
-    name = config.parallel.strategy
-    if size == 1:
-        return "single"
-    return "ddp" if name == "auto" else name
-
-
-def shards(config: Config, size: int) -> bool:
-    """Whether each of this many ranks holds only a part of the model."""
-    return resolve(config, size) in SPREAD
 
 
 def check(config: Config, size: int) -> None:
@@ -38,35 +27,66 @@ def check(config: Config, size: int) -> None:
         Refused: they cannot; the message says what to change.
     """
     parallel, name = config.parallel, config.parallel.strategy
-    if name == "single" and size > 1:
-        raise Refused(f"--parallel.strategy single is for one rank, not {size}; use ddp or leave it out")
-    if parallel.reduce == "ordered":
-        _check_ordered(config)
-    if config.data.leaves_out and shards(config, size):
+    strategy = strategies.of(name)
+    if strategy.is_for_one_rank and size > 1:
+        raise Refused(f"--parallel.strategy {name} is for one rank, not {size}; use ddp or leave it out")
+    _check_fields(config, strategy)
+    if parallel.reduce == "ordered" and config.sync_batchnorm:
         raise Refused(
-            f"every rank takes part in each forward of {name}, but --data.on_error skip may leave a rank "
-            "without a sample; use --parallel.strategy ddp, or --data.on_error stop"
+            "--parallel.reduce ordered cannot be combined with sync_batchnorm, whose statistics depend on "
+            "the number of ranks; leave out one of them"
         )
-    if parallel.shard_size is not None and name != "hsdp":
-        raise Refused(f"--parallel.shard_size is for --parallel.strategy hsdp, not {name}; leave it out")
-    if name == "hsdp" and size > 1:
+    if config.data.leaves_out and size > 1:
+        _check_skipping(config, strategy)
+    if "shard_size" in strategy.fields and size > 1:
         if parallel.shard_size is None:
             raise Refused(
-                "--parallel.strategy hsdp needs --parallel.shard_size: how many ranks share one copy of the model"
+                f"--parallel.strategy {name} needs --parallel.shard_size: how many ranks share one copy of the model"
             )
         if size % parallel.shard_size:
             raise Refused(
                 f"--parallel.shard_size {parallel.shard_size} does not divide the {size} ranks; "
                 f"use one of {', '.join(str(n) for n in range(1, size + 1) if size % n == 0)}"
             )
-    if parallel.find_unused_parameters and name in SPREAD:
-        raise Refused(f"--parallel.find_unused_parameters is for ddp, not {name}; leave it out")
-    if parallel.wrap != "auto" and name not in SPREAD and config.compile != "blocks":
-        raise Refused(f"--parallel.wrap is for fsdp and hsdp, or --compile blocks, not {name}; leave it out")
 
 
-def check_model(model: torch.nn.Module, size: int, device: torch.device) -> None:
-    """Check that this many ranks can add a model's gradients on this device.
+def _check_fields(config: Config, strategy: StrategyInfo) -> None:
+    """Check that every field of `parallel` that is set has an effect with this strategy. Raises Refused if not."""
+    parallel, name = config.parallel, config.parallel.strategy
+    is_set = {
+        "reduce": parallel.reduce == "ordered",
+        "shard_size": parallel.shard_size is not None,
+        # one rank needs no search; a run that continues on one may keep the field
+        "find_unused_parameters": parallel.find_unused_parameters and not strategy.is_for_one_rank,
+        "wrap": parallel.wrap != "auto" and config.compile != "blocks",
+    }
+    for field in [field for field in is_set if is_set[field] and field not in strategy.fields]:
+        users = " and ".join(one for one in strategies.with_field(field) if one != strategies.AUTO)
+        if field == "reduce":
+            raise Refused(
+                f"--parallel.reduce ordered is for {users}, not {name}; use --parallel.strategy ddp, or "
+                "--parallel.reduce fast"
+            )
+        others = ", or --compile blocks" if field == "wrap" else ""
+        raise Refused(f"--parallel.{field} is for {users}{others}, not {name}; leave it out")
+
+
+def _check_skipping(config: Config, strategy: StrategyInfo) -> None:
+    """Check that several ranks may leave out samples. Raises Refused: each rank must have some."""
+    if strategy.forward_needs_all_ranks:
+        raise Refused(
+            f"every rank takes part in each forward of {strategy.name}, but --data.on_error skip may leave a rank "
+            "without a sample; use --parallel.strategy ddp, or --data.on_error stop"
+        )
+    if config.sync_batchnorm:
+        raise Refused(
+            "sync_batchnorm needs a micro batch on every rank, and --data.on_error skip may leave a rank without "
+            "one; leave out one of the two"
+        )
+
+
+def check_model(model: torch.nn.Module, config: Config, size: int, device: torch.device) -> None:
+    """Check that this many ranks can share a model and add its gradients on this device.
 
     Raises:
         Refused: they cannot; the message names the parameter or module.
@@ -86,30 +106,21 @@ def check_model(model: torch.nn.Module, size: int, device: torch.device) -> None
                 "numbers; keep it as real numbers (torch.view_as_real) and use torch.view_as_complex in "
                 "forward(), or --nproc 1"
             )
-
-
-def _check_ordered(config: Config) -> None:
-    name = config.parallel.strategy
-    if name in SPREAD:
-        raise Refused(
-            f"--parallel.reduce ordered is for single and ddp, not {name}; use --parallel.strategy ddp, or "
-            "--parallel.reduce fast"
-        )
-    if config.sync_batchnorm:
-        raise Refused(
-            "--parallel.reduce ordered cannot be combined with sync_batchnorm, whose statistics depend on "
-            "the number of ranks; leave out one of them"
-        )
+    strategy = strategies.of(config.parallel.strategy, size)
+    if strategy.model_check:
+        _loaded(strategy.model_check)(model, config)
 
 
 def make(world: World, config: Config, precision: Precision) -> Strategy:
     """Make the strategy of a run on these ranks."""
-    from .ddp import DDP
-    from .fsdp import FSDP
-    from .ordered import Ordered
-    from .strategy import Strategy
-
+    made_by = strategies.of(config.parallel.strategy, world.size).made_by
     if config.parallel.reduce == "ordered":
-        return Ordered(world, config, precision)
-    strategies = {"single": Strategy, "ddp": DDP, "fsdp": FSDP, "hsdp": FSDP}
-    return strategies[resolve(config, world.size)](world, config, precision)
+        made_by = "ordered:Ordered"
+    strategy: Strategy = _loaded(made_by)(world, config, precision)
+    return strategy
+
+
+def _loaded(name: str) -> Any:
+    """Return a class or function of this folder, given as FILE:NAME."""
+    file, _, inside = name.partition(":")
+    return getattr(importlib.import_module(f".{file}", __package__), inside)

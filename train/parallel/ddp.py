@@ -85,8 +85,8 @@ def _unused(names: list[str]) -> TrainingFailed:
 class DDP(Strategy):
     """DDP over several ranks."""
 
-    def take(self, model: nn.Module) -> None:
-        super().take(model)
+    def _take(self, model: nn.Module) -> None:
+        super()._take(model)
         world, parallel = self.world, self.config.parallel
         self._carries_stats = not parallel.find_unused_parameters
         # of the weights' type, so that it shares a bucket with them and costs no further reduction
@@ -111,7 +111,7 @@ class DDP(Strategy):
         super().start()
         for _ in range(2):
             self._pass_without_data(torch.zeros_like(self._tail))
-            self.clear()
+            self._clear()
 
     def micro_batch(self, number: int, is_last: bool) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext() if is_last else self._ddp.no_sync()
@@ -151,7 +151,7 @@ class DDP(Strategy):
     def reduce(self, stats: Tensor) -> Tensor:
         if not self._carries_stats:
             return super().reduce(stats)
-        without = [name for name, parameter in self._named if parameter.grad is None]
+        without = [name for name, parameter in self.named if parameter.grad is None]
         if without:  # then nothing has been reduced
             raise _unused(without)
         assert self._tail.grad is not None
@@ -161,9 +161,9 @@ class DDP(Strategy):
         # a step that left a parameter out was not reduced, which DDP reports at the next forward: ask before a save
         if self._carries_stats:
             self._pass_without_data(torch.zeros_like(self._tail))
-            self.clear()
+            self._clear()
         return super().not_finite()
 
-    def clear(self) -> None:
-        super().clear()
+    def _clear(self) -> None:
+        super()._clear()
         self._tail.grad = None

@@ -82,7 +82,7 @@ class FSDP(Strategy):
             for part in model.modules():
                 if isinstance(part, (nn.LayerNorm, nn.GroupNorm)):
                     part.register_forward_pre_hook(_cast_as_weights)
-        self.take(model)
+        self._take(model)
         return model
 
     def _groups(self) -> tuple[DeviceMesh, dist.ProcessGroup | None]:

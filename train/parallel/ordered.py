@@ -129,12 +129,11 @@ class Ordered(Strategy):
 
     is_ordered = True
 
-    def take(self, model: nn.Module) -> None:
-        super().take(model)
-        moving = {id(buffer) for module, _, _, buffer in self._registered if module.training}
-        self._statistics = [one for one in self._buffers if one.is_floating_point() and id(one) in moving]
+    def _take(self, model: nn.Module) -> None:
+        super()._take(model)
+        self._statistics = self.buffers.statistics()
         averaged = {id(one) for one in self._statistics}
-        self._others = [one for one in self._buffers if id(one) not in averaged]
+        self._others = [one for one in self.buffers.tensors if id(one) not in averaged]
         self._before = [torch.empty_like(buffer) for buffer in self._statistics]
         # of the types and shapes of a sum, and how much there is of each type: what a message holds
         self._like = [*(parameter.detach() for parameter in self.trainable), *self._statistics]
@@ -170,7 +169,7 @@ class Ordered(Strategy):
             copy_all(self._statistics, self._before)
         if number not in self._left:  # another rank's, computed with weight 0: it enters no sum, not even as zeros
             yield
-            self.clear()
+            self._clear()
             return
         self._left.remove(number)
         node, siblings = ending(next(own for own in self._own if own[0] <= number < own[1]), number)
@@ -213,7 +212,7 @@ class Ordered(Strategy):
         """Add what no hook adds: the statistics, and zeros for unused parameters, because another rank may have used
         them. Returns the sums."""
         assert self._made is not None
-        self.restore_buffers()
+        self.buffers.restore()
         if number == 0:
             self._counts = [buffer.clone() for buffer in self._others]
         for place, parameter in enumerate(self.trainable):
@@ -223,7 +222,7 @@ class Ordered(Strategy):
             self._add(place, buffer.clone())
         made = [total for total in self._made if total is not None]
         self._made, self._siblings = None, []
-        self.clear()
+        self._clear()
         return made
 
     def reduce(self, stats: Tensor) -> Tensor:

@@ -12,8 +12,7 @@ The loop knows no strategy by name. A step is, on every rank, the same number of
     strategy.scale_and_clip_gradients(optimizer, clip_grad_norm, scale)
     strategy.update(optimizer)
 
-To add a strategy: a file beside this one with a subclass of `Strategy`, its name in `parallel.strategy`
-(config/schema.py), and a line in choose.py.
+To add a strategy: a file beside this one with a subclass of `Strategy`, and a line in the table config/strategies.py.
 """
 
 from __future__ import annotations
@@ -23,13 +22,13 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ..config import Config
 from ..errors import TrainingFailed
 from . import torch_private
+from .model_buffers import ModelBuffers
 from .overlap import DeviceTimer
 from .precision import Precision
 from .world import World
@@ -40,19 +39,23 @@ to stop, want to save, and have a loss that returns a count; and whether to copy
 
 
 _NOTHING = contextlib.nullcontext()
-_Registered = tuple[nn.Module, str, str, Tensor]
-"""A buffer: its module, its name in the module and in the model, and the tensor."""
 
 
 class Strategy:
     """How a model is spread. This class is the strategy of one rank and the base of the others: weights of gradients,
     loss scaling, clipping, and buffers that follow rank 0's.
 
-    All methods except `micro_batch` and `update` are collectives: all ranks call them alike.
+    Other rooms call only its ten public methods. All of them except `micro_batch` and `update` are collectives: all
+    ranks call them alike.
     """
 
     module: nn.Module
     """The model under its own names, as it is evaluated and saved."""
+    named: list[tuple[str, nn.Parameter]]
+    """The parameters to train, by name."""
+    trainable: list[nn.Parameter]
+    """The same without names."""
+    buffers: ModelBuffers
     stats_dtype: torch.dtype
     """The type of the tensors that carry STEP_STATS."""
     is_ordered = False
@@ -73,20 +76,19 @@ class Strategy:
 
         Returns the model that an optimizer is made for, perhaps with other parameters.
         """
-        self.take(model.to(self.world.device))
+        self._take(model.to(self.world.device))
         return model
 
-    def take(self, model: nn.Module) -> None:
+    def _take(self, model: nn.Module) -> None:
         """Take a model whose parameters are on their devices."""
         self.module = model
         # of frozen ones not even the values are checked: a mask of infinities, numbers of eight bits
-        self._named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
-        self.trainable = [parameter for _, parameter in self._named]
+        self.named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+        self.trainable = [parameter for _, parameter in self.named]
         if not self.trainable:
             raise TrainingFailed("the model has no parameter to train; check model() of the task")
         self._frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
-        self._buffers = [buffer for buffer in model.buffers() if buffer.numel()]
-        self._registered = _registered_buffers(model)
+        self.buffers = ModelBuffers(model)
         # sums in less than fp32 would be wrong (a third is 0.334 in bf16); a model of float64 loses nothing
         doubles = any(parameter.dtype == torch.float64 for parameter in self.trainable)
         self.stats_dtype = torch.float64 if doubles else torch.float32
@@ -164,20 +166,22 @@ class Strategy:
         norm = self._norm() if clip_norm is not None or measures else None
         if clip_norm is not None and norm is not None:
             nn.utils.clip_grads_with_norm_(self.trainable, clip_norm, norm)
-        self.restore_buffers()
+        self.buffers.restore()
         # not before the next forward: evaluations and checkpoints, of which every rank writes a part, read buffers too
-        self._broadcast_buffers()
+        self.buffers.broadcast(self.world, self.communication)
         return norm
 
-    def update(self, optimizer: torch.optim.Optimizer) -> None:
-        """Make the step of the optimizer, and clear the gradients. No collective."""
+    def update(self, optimizer: torch.optim.Optimizer | None) -> None:
+        """Make the step of the optimizer, and clear the gradients. None: only clear them. No collective."""
         scaler = self.precision.scaler
-        if scaler is not None:
+        if optimizer is None:
+            pass
+        elif scaler is not None:
             scaler.step(optimizer)
             scaler.update()
         else:
             torch_private.optimizer_step(optimizer)
-        self.clear()
+        self._clear()
 
     def _norm(self) -> Tensor:
         """Return the global 2-norm of the gradients."""
@@ -185,58 +189,7 @@ class Strategy:
         # of parts: what clipping adds to it against division by 0 would be added to each
         return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
-    def restore_buffers(self) -> None:
-        """Write buffers that a forward has reassigned (`self.mean = 0.9 * self.mean + …`) back into their old tensors.
-
-        Sums and broadcasts keep these tensors.
-
-        Raises:
-            TrainingFailed: a buffer of the state now has another shape or type.
-        """
-        for module, name, full_name, buffer in self._registered:
-            now = torch_private.buffers_of(module).get(name)
-            if now is buffer:
-                continue
-            if now is not None and (now.shape, now.dtype) == (buffer.shape, buffer.dtype):
-                with torch.no_grad():
-                    buffer.copy_(now)
-                torch_private.buffers_of(module)[name] = buffer
-            elif torch_private.is_persistent(module, name):  # others are caches, which may grow
-                raise TrainingFailed(
-                    f"the buffer {full_name} of the model was {_form(buffer)} and is {_form(now)} after a step, so no "
-                    "checkpoint could be loaded; keep its shape and type, or register it with persistent=False"
-                )
-
-    def _broadcast_buffers(self) -> None:
-        """Send rank 0's buffers to every rank, so that every rank continues with what a checkpoint holds."""
-        if self.world.size == 1 or not self._buffers:
-            return
-        by_type: dict[torch.dtype, list[Tensor]] = {}
-        for buffer in self._buffers:
-            by_type.setdefault(buffer.dtype, []).append(buffer)
-        with torch.no_grad():
-            for buffers in by_type.values():
-                flat = torch.cat([buffer.reshape(-1) for buffer in buffers])
-                with self.communication.waiting():
-                    dist.broadcast(flat.view(torch.uint8), src=0)  # bytes: gloo knows few types
-                if not self.world.is_first:
-                    parts = flat.split([buffer.numel() for buffer in buffers])
-                    views = [part.view_as(buffer) for part, buffer in zip(parts, buffers, strict=True)]
-                    torch_private.copy_all(buffers, views)
-
-    def copy_buffers(self) -> list[Tensor]:
-        """Return copies of the buffers, for `leave_out`."""
-        return [buffer.clone() for buffer in self._buffers]
-
-    def leave_out(self, buffers: list[Tensor]) -> None:
-        """Skip the update: restore the buffers as they were before the step, and clear the gradients."""
-        self.restore_buffers()
-        with torch.no_grad():
-            for buffer, before in zip(self._buffers, buffers, strict=True):
-                buffer.copy_(before)
-        self.clear()
-
-    def clear(self) -> None:
+    def _clear(self) -> None:
         """Clear the gradients."""
         for parameter in self.trainable:
             parameter.grad = None
@@ -246,22 +199,9 @@ class Strategy:
         finite."""
         bad = torch.stack([~torch.isfinite(local(parameter)).all() for parameter in self.trainable])
         found = self.world.add(bad.to(torch.float32)).tolist()  # one reduction, one wait
-        return next((name for (name, _), count in zip(self._named, found, strict=True) if count), "")
+        return next((name for (name, _), count in zip(self.named, found, strict=True) if count), "")
 
 
 def local(tensor: Any) -> Tensor:
     """Return this rank's part of a tensor that may be spread over ranks."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def _registered_buffers(model: nn.Module) -> list[_Registered]:
-    found = []
-    for prefix, module in model.named_modules():
-        for name, buffer in torch_private.buffers_of(module).items():
-            if buffer is not None and buffer.numel():
-                found.append((module, name, f"{prefix}.{name}" if prefix else name, buffer))
-    return found
-
-
-def _form(buffer: Tensor | None) -> str:
-    return "None" if buffer is None else f"{str(buffer.dtype).removeprefix('torch.')} {tuple(buffer.shape)}"

@@ -50,19 +50,21 @@ class ResumeState:
 
 
 def load_newest(
-    run: Run, home: Run, world: World, snapshots: Snapshots, state: TrainState, beat: Callable[[], None]
-) -> ResumeState:
+    run: Run, home: Run, world: World, snapshots: Snapshots, state: TrainState, beat: Callable[[], None], *,
+    sees_home: bool,
+) -> ResumeState:  # fmt: skip
     """Load the newest state that is whole, from memory or from the disk. A collective.
 
     Args:
         run: its lines are cut to that state, on each machine.
         home: where checkpoints lie.
+        sees_home: whether all ranks see that folder. Otherwise rank 0 loads alone, and sends the state to the others.
         beat: gives a sign of life of this rank.
     """
     fresh = [dict(group) for group in state.optimizer.param_groups]
-    if world.nodes == 1 or snapshots.is_sharded:
+    if sees_home:
         start = _load(home, world, snapshots, state, beat)
-    else:  # the others see neither its folder nor its memory
+    else:  # the other machines get the state from rank 0
         alone = world.of_rank_0()
         start = world.patient.on_first(lambda: _load(home, alone, snapshots, state, beat))
         serialize.broadcast_state(world, state)

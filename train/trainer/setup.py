@@ -21,7 +21,7 @@ from ..checkpoint.buffers import Buffers
 from ..checkpoint.save import Saver
 from ..checkpoint.snapshot import Parts, Snapshots
 from ..checkpoint.state_dict import TrainState
-from ..config import Config
+from ..config import Config, strategies
 from ..data.loader import Loader
 from ..data.plan import Plan, Sharing
 from ..data.seeding import Seed, owned
@@ -142,7 +142,8 @@ def set_up(
     held.callback(loader.close)
     take_device(device)  # not before the loader has forked: a process that has touched a GPU cannot pass it on
     world = join(config, rank_env, device)
-    home = home_of(run, config, world)
+    sees_home = world.nodes == 1 or strategies.of(config.parallel.strategy).needs_shared_disk
+    home = _home_of(run, world, sees_home)
     is_begun = bool(home.newest_checkpoint)
     model = _model(run, task, config, precision, world, is_begun)
     updates, optimizer = spread_updates(task, model, config, world, precision)
@@ -153,7 +154,9 @@ def set_up(
     hooks = Hooks(task, updates[0].strategy, config)
     extra = dataclasses.replace(hooks.extra, losses=losses_kept(updates, device))
     state = TrainState(model, optimizer, precision, extra)
-    start = load_newest(run, home, world, snapshots, state, lambda: heart.beat(heartbeat.STARTING, heart.step))
+    start = load_newest(
+        run, home, world, snapshots, state, lambda: heart.beat(heartbeat.STARTING, heart.step), sees_home=sees_home
+    )
     if not start.step and (is_begun or run.read().get("forked_from")):
         _check_beginning(run)
     faults.here("loaded")
@@ -170,7 +173,7 @@ def set_up(
         loggers.say(f"saved {run.checkpoint(step).name}")
         run.note(saved_step=step)
 
-    saver = Saver(home, world, config, number, saved)
+    saver = Saver(home, world, config, number, saved, all_write=sees_home)
     held.callback(saver.close)
     snapshots.attach(state, loggers.is_written, loggers.say)
     held.callback(snapshots.close)
@@ -197,11 +200,10 @@ def _check_beginning(run: Run) -> None:
         )
 
 
-def home_of(run: Run, config: Config, world: World) -> Run:
-    """Return the run whose folder has the checkpoints: node 0's, which all machines see with fsdp and hsdp."""
+def _home_of(run: Run, world: World, sees_home: bool) -> Run:
+    """Return the run whose folder has the checkpoints: node 0's. A rank that does not see it gets its own run."""
     is_of_node_0 = world.rank == world.local_rank  # ranks are numbered node by node
-    is_elsewhere = world.nodes > 1 and not is_of_node_0 and config.parallel.strategy in configuration.SPREAD
-    return Run(folders.of_node_0(run.path)) if is_elsewhere else run
+    return Run(folders.of_node_0(run.path)) if sees_home and not is_of_node_0 else run
 
 
 def _data(run: Run, task: Task, config: Config, precision: Precision) -> tuple[Loader, Plan, dict[str, Plan]]:
@@ -231,7 +233,7 @@ def arrange(model: torch.nn.Module, config: Config, ranks: int, *, compiles: boo
     """Return the model as this many ranks compute with it, before it is spread over them."""
     if config.sync_batchnorm and ranks > 1:
         model = torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)
-    if not choose.shards(config, ranks):  # fsdp takes no other layout of weights; inputs have it all the same
+    if not strategies.of(config.parallel.strategy, ranks).splits_parameters:  # parts have no layout; inputs have it
         determinism.lay_out(model, config)
     if compiles:
         compile_as_asked(model, config)
@@ -241,7 +243,7 @@ def arrange(model: torch.nn.Module, config: Config, ranks: int, *, compiles: boo
 
 def _snapshots(task: Task, config: Config, world: World, memory: Memory | None, mark: str) -> Snapshots:
     """Make the snapshots. A collective: if one rank has no memory for them, no rank has snapshots."""
-    is_sharded = config.parallel.strategy in configuration.SPREAD
+    is_sharded = strategies.of(config.parallel.strategy).is_sharded
     # to other machines rank 0 sends its state; ranks are numbered node by node
     needs_them = is_sharded or world.rank == world.local_rank
     parts = None
@@ -257,7 +259,7 @@ def _snapshots(task: Task, config: Config, world: World, memory: Memory | None, 
     place = (world.rank, world.size) if is_sharded else ()
     fingerprint = json.dumps([same, task.sha256, place], sort_keys=True, default=str)
     return Snapshots(
-        parts if has_all else None, has_all, world, is_sharded, fingerprint, mark,
+        parts if has_all else None, has_all, world, fingerprint, mark,
         memory.left if memory is not None else lambda: 0,
     )  # fmt: skip
 
@@ -274,11 +276,11 @@ def _announce(job: Job, attempt: int, start: ResumeState, mark: str) -> None:
         device=str(world.device.type), data_wait="", loss=line.get("loss") if line is not None else None,
     )  # fmt: skip
     per_rank = f"{config.batch_size} = up to {plan.micro_batches(0)} x {config.micro_batch_size}"
-    strategy = choose.resolve(config, world.size)
+    strategy = strategies.of(config.parallel.strategy, world.size)
     job.loggers.say(
         f"{run.name}: {plan.length} samples, {job.total_steps} steps, global batch {per_rank}, "
         f"{world.size} rank{'s' if world.size > 1 else ''} on {world.device.type}, {config.precision}"
-        + (f", {strategy}" if strategy not in ("single", "ddp") else "")
+        + (f", {strategy.name}" if strategy != strategies.of(strategies.AUTO, world.size) else "")
         + (f", continuing after step {step}" if step else "")
         + (" as it was in memory" if start.from_memory else "")
     )

@@ -78,7 +78,7 @@ def _update(
     strategy, samples, micros = update.strategy, job.plan.samples(number), job.plan.micro_batches(number)
     measures = job.config.log.gradients and job.intervals.logs(number + 1)
     update.activate()
-    buffers = strategy.copy_buffers() if job.config.on_nan == "skip" else None
+    buffers = strategy.buffers.copies() if job.config.on_nan == "skip" else None
     strategy.begin(micros)
     if check is not None:
         check.begin()
@@ -96,7 +96,8 @@ def _update(
     if check is not None and (reason := check.written_buffer()) and job.world.is_lead:
         _warn_not_exact(job, reason)
     if buffers is not None and not is_finite(sums, strategy.trainable, job.world):
-        strategy.leave_out(buffers)
+        strategy.buffers.put_back(buffers)
+        strategy.update(None)
         return torch.nn.functional.pad(sums, (0, int(measures)), value=math.nan), True
     scale = None
     if job.config.data.leaves_out or stats.counts_itself:

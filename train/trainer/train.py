@@ -423,7 +423,7 @@ def digest(job: Job) -> str:
     job.snapshots.hold()
     with evaluated_weights(job.optimizer):
         found = weights_sha256(weights_of(job.strategy.module), job.world.is_first)
-    if job.config.parallel.strategy in configuration.SPREAD:
+    if configuration.strategies.of(job.config.parallel.strategy).splits_parameters:
         # a rank that has sent its part must not end while the first one still receives: wait for all, on the host,
         # where a call returns only once all ranks have made it
         job.world.gather(None)

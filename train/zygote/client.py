@@ -33,8 +33,7 @@ CHECKS = ("torch", "train.launcher.resume")
 RANKS = (
     "torch.distributed.nn.jit.instantiator", "torch._dynamo", "torch.distributed.checkpoint",
     "torch.utils.tensorboard", "train.trainer.train", "train.trainer.setup",
-    "train.parallel.ddp", "train.parallel.fsdp", "train.parallel.ordered",
-    "threadpoolctl", "setproctitle", "train.supervise.worker",
+    "train.parallel.preload", "threadpoolctl", "setproctitle", "train.supervise.worker",
 )  # fmt: skip
 """More imports for the ranks of a task. The last one is imported after all others."""
 SCRIPT = ("torch.distributed",)

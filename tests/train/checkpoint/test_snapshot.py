@@ -53,7 +53,6 @@ class OneRank:
         address: str,
         room: int = 1 << 40,
         fingerprint: str = "same",
-        is_sharded: bool = False,
         part: int = 0,
         parts: int = 1,
     ) -> None:
@@ -63,11 +62,11 @@ class OneRank:
         self.model = Net()
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01, amsgrad=True)
         strategy = Strategy(self.world, Config(), self.precision)
-        strategy.take(self.model)
+        strategy.place(self.model)
         self.parts = Parts([Buffers(address, place) for place in range(parts)], part)
         self.strategy, self.buffers, self.fingerprint = strategy, self.parts.all[part], fingerprint
         self.done, self.lag, self.is_written = 0, 0, True
-        self.snapshots = Snapshots(self.parts, True, self.world, is_sharded, fingerprint, "mark", lambda: room)
+        self.snapshots = Snapshots(self.parts, True, self.world, fingerprint, "mark", lambda: room)
         self.state = TrainState(self.model, self.optimizer, self.precision)
         self.snapshots.attach(self.state, lambda: self.is_written, self.said.append)
 
@@ -187,7 +186,7 @@ def test_what_it_takes_is_said_and_taken_once(memory: SnapshotMemory) -> None:
 
 
 def test_more_memory_is_taken_for_a_state_that_grows(memory: SnapshotMemory) -> None:
-    one = OneRank(memory.address, is_sharded=True)
+    one = OneRank(memory.address)
     one.step(3)
     one.optimizer.state[one.model.one.bias]["late"] = torch.ones(250_000)
     one.step(2)

@@ -348,7 +348,7 @@ def test_a_resume_that_this_model_cannot_do_is_refused_before_a_rank_begins(
         (2, {"parallel.strategy": "fsdp", "parallel.reduce": "ordered"}, "is for single and ddp, not fsdp"),
         (3, {"parallel.strategy": "hsdp", "parallel.shard_size": "2"}, "does not divide the 3 ranks"),
         (2, {"parallel.strategy": "hsdp"}, "needs --parallel.shard_size"),
-        (2, {"parallel.strategy": "fsdp", "parallel.shard_size": "2"}, "is for --parallel.strategy hsdp"),
+        (2, {"parallel.strategy": "fsdp", "parallel.shard_size": "2"}, "is for hsdp"),
         (2, {"parallel.strategy": "fsdp", "parallel.wrap": "Block"}, "has no module of that class; it has"),
         (2, {"parallel.strategy": "ddp", "parallel.wrap": "Linear"}, "is for fsdp and hsdp"),
         (2, {"parallel.strategy": "fsdp", "data.on_error": "skip"}, "skip may leave a rank without a sample"),
