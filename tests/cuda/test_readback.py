@@ -14,15 +14,16 @@ pytestmark = pytest.mark.minutes
 
 READ = """
 import torch
-from train.trainer.step_stats import Readback
+from train.trainer.step_stats import Readback, StepResult
 
 readback, read, places = Readback(torch.device("cuda", 0)), [], set()
 for number in range(9):
-    count = 7 if number % 3 == 0 else 6  # a norm is logged in some steps
-    readback.put(number, torch.full((count,), float(number)).cuda())
-    places.add(readback._pending[-1][1].data_ptr())
-    read += [(step, sums["loss"], len(sums)) for step, (sums,) in readback.take(everything=number == 8)]
-assert read == [(number, float(number), 7 if number % 3 == 0 else 6) for number in range(9)], read
+    sums = torch.full((6,), float(number)).cuda()
+    figures = {"grad_norm": sums[0] + 0.5} if number % 3 == 0 else {}  # a norm is logged in some steps
+    readback.put(number, StepResult({"": sums}, figures, []))
+    places.add(readback._pending[-1][3].data_ptr())
+    read += [(step, sums[""]["loss"], figures) for step, sums, figures in readback.take(everything=number == 8)]
+assert read == [(n, float(n), {"grad_norm": n + 0.5} if n % 3 == 0 else {}) for n in range(9)], read
 assert len(places) < 9, "each step takes memory of its own"
 print("read")
 """

@@ -89,7 +89,8 @@ def measure(folder: Path, request: Request, steps: int) -> tuple[list[float], li
         job.strategy.start()
         for _ in range(steps):
             loop.step()
-            ((made, (sums,)),) = loop.readback.take(everything=True)
+            ((made, updates, _),) = loop.readback.take(everything=True)
+            (sums,) = updates.values()
             loss = sums["loss"] / (sums["count"] or 1)
             if not math.isfinite(loss) or loss > _BLOWN * abs(losses[0] if losses else loss):
                 break

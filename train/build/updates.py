@@ -50,6 +50,10 @@ class Update:
     def parameters(self) -> list[nn.Parameter]:
         return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
 
+    def is_due(self, number: int) -> bool:
+        """Whether the update runs in a step (counted from 0)."""
+        return (number + 1) % self.every == 0
+
     def activate(self) -> None:
         """Make only the parameters of this update require gradients."""
         if self.others:

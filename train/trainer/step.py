@@ -1,9 +1,10 @@
-"""One step: the micro batches of a global batch, its optimizer updates, and the stats that all ranks sum up in it."""
+"""One step of training, on one page: micro batches, forward, backward, clipping, the update, and the step's stats."""
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,6 @@ from torch import Tensor
 
 from .. import faults
 from ..build.loss import training_loss
-from ..build.updates import Update
 from ..data.order import seed_of
 from ..data.plan import MicroBatch
 from ..data.seeding import seed_compute
@@ -22,102 +22,114 @@ from .model_check import ModelCheck
 from .not_finite import is_finite
 from .prefetch import Prefetch
 from .setup import Job
-from .step_stats import COUNT, LOSS, StepStats
+from .step_stats import LOSS, StepResult, StepStats
 
 Fetched = tuple[MicroBatch, Any, bool]
 """A micro batch, its data on the device, and whether it is this rank's last one of the step."""
 
 
-def due(job: Job, number: int) -> list[Update]:
-    """Return the updates of a step (counted from 0)."""
-    return [one for one in job.updates if (number + 1) % one.every == 0]
-
-
 def step(
-    job: Job, stats: dict[str, StepStats], number: int, prefetch: Prefetch, wants_save: bool, check: ModelCheck | None
-) -> tuple[Tensor, list[bool]]:
-    """Make the updates of a step (counted from 0): all micro batches of one update, then those of the next.
+    job: Job, number: int, prefetch: Prefetch, stats: Mapping[str, StepStats], *, wants_save: bool,
+    check: ModelCheck | None,
+) -> StepResult:  # fmt: skip
+    """Make one step (counted from 0): forward and backward of this rank's micro batches, then the optimizer's update.
 
-    Returns the stats, summed over the ranks and still on the device: one row per `due` update if there are several;
-    then the norm of the gradients, if that is logged. Also returns which updates were left out (on_nan).
+    A task with several updates (a GAN) makes them in turn, each on all micro batches of the step. Only `on_nan skip`
+    and the checks of the first steps wait for the device.
 
     Args:
-        stats: this rank's stats of each update, with the values of an earlier step.
-        wants_save: whether the clock asks for a checkpoint; rank 0's counts.
-        check: in the first steps of an attempt.
+        stats: this rank's stats of each update, by the update's name.
+        wants_save: whether this rank asks for a checkpoint after the step.
+        check: checks the model in the first steps of an attempt; None in later ones.
     """
     faults.here("step")
-    updates, fetched = due(job, number), _fetched(job, number, prefetch)
-    if len(updates) == 1:
-        sums, is_left_out = _update(job, updates[0], stats[updates[0].name], number, fetched, wants_save, check)
-        return sums, [is_left_out]
-    batches = list(fetched)
-    made = [_update(job, one, stats[one.name], number, batches, wants_save, check) for one in updates]
-    return torch.stack([sums for sums, _ in made]), [is_left_out for _, is_left_out in made]
+    config, device = job.config, job.world.device
+    samples, micros = job.plan.samples(number), job.plan.micro_batches(number)  # of all ranks together
+    measures_norm = config.log.gradients and job.intervals.logs(number + 1)
+    updates = [update for update in job.updates if update.is_due(number)]
+    batches: Iterable[Fetched] = _fetch(job, number, prefetch)
+    if len(updates) > 1:
+        batches = list(batches)  # each update needs all of them; otherwise one at a time is in memory
+    result, norms = StepResult({}, {}, []), list[Tensor]()
+    for update in updates:
+        strategy, own = update.strategy, stats[update.name]
+        update.activate()  # only its own parameters require gradients
+        buffers_before = strategy.buffers.copies() if config.on_nan == "skip" else None
+        strategy.begin(micros)
+        own.begin(micros, wants_save)
+        if check is not None:
+            check.begin()
+
+        # Accumulate the gradients of this rank's micro batches, each weighted by its share of the global batch. The
+        # last backward also sums gradients and stats over the ranks.
+        for micro, batch, is_last in batches:
+            loss = None
+            with strategy.micro_batch(micro.number, is_last):
+                if len(micro.indices):  # else none of its samples could be read
+                    seed_compute(micro.seed, device, f"compute{update.name}", job.generators)
+                    with job.precision.autocast():
+                        loss = training_loss(update.loss, strategy.compute, batch, len(micro.indices), update.what)
+                    own.add(micro.number, loss, is_repeated=micro.is_repeated)
+                weight = 0.0 if loss is None or micro.is_repeated else loss.weight / samples
+                strategy.backward(None if loss is None else loss.value, weight, own.tensor() if is_last else None)
+            del loss  # frees its graph before the next forward
+            if check is not None and not is_last:
+                check.after_first()
+        sums = result.sums[update.name] = own.summed(strategy.reduce(own.tensor()))
+        if (kept := job.state.extra.losses.get(update.name)) is not None:  # lines of later steps repeat this loss
+            kept.copy_(torch.where(sums[LOSS].isfinite(), sums, kept))
+        if check is not None:
+            _report(job, check)
+
+        # With on_nan skip, all ranks leave out the update if the loss or a gradient is not finite.
+        if buffers_before is not None and not is_finite(sums, strategy.trainable, job.world):
+            strategy.buffers.put_back(buffers_before)
+            strategy.update(None)  # clears the gradients
+            result.left_out.append(update.name)
+            norms.append(torch.full_like(sums[LOSS], math.nan, dtype=torch.float64))
+            continue
+
+        # So far gradients are means over the samples of the step. Make them means over what the loss counted; clip.
+        scale = own.scale(sums, samples)
+        norm = strategy.scale_and_clip_gradients(update.optimizer, config.clip_grad_norm, scale, measures_norm)
+        if norm is not None:
+            norms.append(norm.double())
+
+        # Update. An optimizer that draws random numbers draws the same on all ranks, whatever their batches drew.
+        if job.optimizer_generators is not None:
+            seed_compute(seed_of(config.seed, number), device, f"update{update.name}", job.optimizer_generators)
+        faults.here("update")
+        job.snapshots.hold()  # a snapshot that is still being copied must not get new weights
+        strategy.update(update.optimizer)
+
+    # Figures beside the loss: scalars on the device, the same on every rank. To add one, add a line here and a field in
+    # run/metrics.py, Training. It is then in metrics.jsonl and in every logger.
+    if measures_norm:
+        result.figures["grad_norm"] = functools.reduce(torch.hypot, norms)
+    return result
 
 
-def _fetched(job: Job, number: int, prefetch: Prefetch) -> Iterator[Fetched]:
-    """Yield this rank's micro batches of a step."""
-    slots = len(job.sharing.computed(job.plan.micro_batches(number)))
+def _fetch(job: Job, number: int, prefetch: Prefetch) -> Iterator[Fetched]:
+    """Yield this rank's micro batches of a step one by one, and write the step's line of the sample log."""
+    slots = len(job.sharing.computed(job.plan.micro_batches(number)))  # the same on every rank
     consumed: list[npt.NDArray[np.int64]] = []
     for slot in range(1, slots + 1):
         micro, batch = prefetch.next()
         assert micro.step == number and not micro.evaluation
         if not micro.is_repeated:
             consumed.append(micro.indices)
-        if slot == slots:  # before others can have made this step: see Loggers.samples
+        if slot == slots:  # before other ranks can have made this step: see Loggers.samples
             job.loggers.samples(number + 1, consumed)
         yield micro, batch, slot == slots
 
 
-def _update(
-    job: Job, update: Update, stats: StepStats, number: int, batches: Iterable[Fetched], wants_save: bool,
-    check: ModelCheck | None,
-) -> tuple[Tensor, bool]:  # fmt: skip
-    """Make one update. Returns its row of `step`, and whether it was left out."""
-    strategy, samples, micros = update.strategy, job.plan.samples(number), job.plan.micro_batches(number)
-    measures = job.config.log.gradients and job.intervals.logs(number + 1)
-    update.activate()
-    buffers = strategy.buffers.copies() if job.config.on_nan == "skip" else None
-    strategy.begin(micros)
-    if check is not None:
-        check.begin()
-    stats.begin(micros, wants_save and job.world.is_first)
-    for micro, batch, is_last in batches:
-        _micro_batch(job, update, micro, batch, stats, samples, is_last)
-        if check is not None and not is_last:
-            check.after_first()
-    sums = stats.summed(strategy.reduce(stats.tensor()))
-    if (kept := job.state.extra.losses.get(update.name)) is not None:
-        kept.copy_(torch.where(sums[LOSS].isfinite(), sums, kept))
-    for warning in check.end() if check is not None else ():
-        if job.world.is_lead:
-            job.loggers.say(warning)
-    if check is not None and (reason := check.written_buffer()) and job.world.is_lead:
-        _warn_not_exact(job, reason)
-    if buffers is not None and not is_finite(sums, strategy.trainable, job.world):
-        strategy.buffers.put_back(buffers)
-        strategy.update(None)
-        return torch.nn.functional.pad(sums, (0, int(measures)), value=math.nan), True
-    scale = None
-    if job.config.data.leaves_out or stats.counts_itself:
-        # gradients are means over `samples`: make them means over what was counted, without looking at the count
-        count = sums[COUNT]
-        scale = (samples / count).masked_fill(count <= 0, 0.0)
-    norm = strategy.scale_and_clip_gradients(update.optimizer, job.config.clip_grad_norm, scale, measures)
-    if measures and norm is not None:
-        sums = torch.cat([sums, norm.reshape(1).to(sums)])
-    if job.optimizer_generators is not None:  # all ranks draw the same in the update, whatever batches they have had
-        tag = f"update{update.name}"
-        seed_compute(seed_of(job.config.seed, number), job.world.device, tag, job.optimizer_generators)
-    faults.here("update")
-    job.snapshots.hold()
-    strategy.update(update.optimizer)
-    return sums, False
-
-
-def _warn_not_exact(job: Job, reason: str) -> None:
-    """Write into the log and into run.json why another number of ranks would end with other bits."""
+def _report(job: Job, check: ModelCheck) -> None:
+    """Report what the check of a first step found: in the log, and in run.json what makes the run not exact."""
+    for warning in check.end():
+        job.loggers.say(warning)
+    reason = check.written_buffer()
+    if not reason or not job.world.is_lead:
+        return
 
     def add(record: Record) -> None:
         known = record.get("not_exact") or []
@@ -125,26 +137,3 @@ def _warn_not_exact(job: Job, reason: str) -> None:
 
     job.loggers.say(f"warning: not exact: {reason}")
     job.run.note(add)
-
-
-def _micro_batch(
-    job: Job, update: Update, micro: MicroBatch, batch: Any, stats: StepStats, samples: int, is_last: bool
-) -> None:
-    """Compute forward and backward of one micro batch; without samples if none could be read.
-
-    The weight is 0 if another rank counts the micro batch. Rank 0 never repeats one, and all ranks take over its
-    buffers.
-    """
-    value, weight, strategy = None, 0.0, update.strategy
-    with strategy.micro_batch(micro.number, is_last):
-        if len(micro.indices):
-            seed_compute(micro.seed, job.world.device, f"compute{update.name}", job.generators)
-            with job.precision.autocast():
-                loss = training_loss(update.loss, strategy.compute, batch, len(micro.indices), update.what)
-            value = loss.value
-            if micro.is_repeated:
-                stats.counts_itself |= loss.counts_itself
-            else:
-                stats.add(micro.number, loss)
-                weight = loss.weight / samples
-        strategy.backward(value, weight, stats.tensor() if is_last else None)

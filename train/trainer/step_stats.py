@@ -9,7 +9,7 @@ from __future__ import annotations
 import collections
 import math
 from collections.abc import Callable, Iterator
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,23 +19,37 @@ from ..parallel.strategy import STEP_STATS as STATS
 from ..signals import StopRequest
 
 LOSS, COUNT, STOP, SAVE, COUNTED, COPY = range(len(STATS))
-_READ = (*STATS, "grad_norm")
 T = TypeVar("T")
-"""Type of what the sums belong to."""
+"""Type of what the host remembers of a step until its sums are read."""
+
+
+class StepResult(NamedTuple):
+    """The result of a step, on the device: tensors that the host reads later."""
+
+    sums: dict[str, Tensor]
+    """Maps the name of each update that was due to the sums of STATS over all ranks."""
+    figures: dict[str, Tensor]
+    """Maps names of run/metrics.Training to scalars, for the line of the step."""
+    left_out: list[str]
+    """Names of the updates that were left out (on_nan)."""
 
 
 class StepStats:
     """One rank's stats of the step that it computes. With ordered sums, the stats of each micro batch precede them."""
 
     def __init__(
-        self, dtype: torch.dtype, device: torch.device, is_ordered: bool, stop: StopRequest,
+        self, dtype: torch.dtype, device: torch.device, *, is_ordered: bool, leaves_out: bool, stop: StopRequest,
         copy: Callable[[], float] = lambda: 0.0,
     ) -> None:  # fmt: skip
         """
         Args:
+            is_ordered: the strategy adds in one order on any number of ranks.
+            leaves_out: samples that cannot be read are left out, so a step may count fewer than it was to have.
+            stop: says whether this rank was asked to stop.
             copy: whether this rank asks for a copy of the state (checkpoint/snapshot.py), called once a step.
         """
         self._dtype, self._device, self._is_ordered, self._stop, self._copy = dtype, device, is_ordered, stop, copy
+        self._leaves_out = leaves_out
         self._is_host, self._largest = device.type == "cpu", torch.finfo(dtype).max
         self._tensor = torch.zeros(len(STATS), dtype=dtype, device=device)
         self._cells = self._tensor.unbind()
@@ -61,9 +75,11 @@ class StepStats:
         if self._is_ordered:
             self._parts = torch.zeros(micros, 2, dtype=self._dtype, device=self._device)
 
-    def add(self, number: int, loss: Figure) -> None:
-        """Add the loss of a micro batch."""
+    def add(self, number: int, loss: Figure, *, is_repeated: bool = False) -> None:
+        """Add the loss of a micro batch. The loss of a repeated one is added by another rank."""
         self.counts_itself |= loss.counts_itself
+        if is_repeated:
+            return
         count = loss.counted()
         if self._parts is not None:
             self._parts[number, 0] = self._total(loss)
@@ -121,6 +137,20 @@ class StepStats:
         parts, stats = reduced[: self._parts.numel()].view_as(self._parts), reduced[self._parts.numel() :]
         return torch.cat([parts.sum(0), stats[STOP:]])
 
+    def scale(self, sums: Tensor, samples: int) -> Tensor | None:
+        """Return the factor that turns gradients into means over what all ranks counted; None if they are that already.
+
+        It is computed on the device, so that no host waits for the count.
+
+        Args:
+            sums: the sums of STATS.
+            samples: what the gradients are means over so far.
+        """
+        if not (self._leaves_out or self.counts_itself):
+            return None
+        count = sums[COUNT]
+        return (samples / count).masked_fill(count <= 0, 0.0)
+
 
 def _put(cell: Tensor, value: Tensor | float) -> None:
     if isinstance(value, Tensor):
@@ -130,44 +160,47 @@ def _put(cell: Tensor, value: Tensor | float) -> None:
 
 
 class Readback(Generic[T]):
-    """Brings the sums of a step to the host: at once from a CPU, a step later from a GPU, so that it never waits."""
+    """Brings the result of a step to the host: at once from a CPU, a step later from a GPU, so that it never waits."""
 
     def __init__(self, device: torch.device) -> None:
         self._lag = 1 if device.type == "cuda" else 0
-        self._pending: collections.deque[tuple[T, Tensor, Any]] = collections.deque()
+        self._pending: collections.deque[tuple[T, list[str], list[str], Tensor, Any]] = collections.deque()
         self._free: list[tuple[Tensor, Any]] = []
         """Pinned tensors and events for reuse: making them costs more than the copy."""
 
-    def put(self, step: T, sums: Tensor) -> None:
-        event = None
+    def put(self, step: T, result: StepResult) -> None:
+        """Start to copy the result of a step to the host. `step` is what `take` returns with it."""
+        parts = [*result.sums.values(), *(figure.double().reshape(1) for figure in result.figures.values())]
+        values, event = parts[0] if len(parts) == 1 else torch.cat(parts), None
         if self._lag:
-            place, event = self._place(sums)
-            place.copy_(sums, non_blocking=True)
+            pinned, event = self._pinned(values)
+            pinned.copy_(values, non_blocking=True)
             event.record()
-            sums = place
-        self._pending.append((step, sums, event))
+            values = pinned
+        self._pending.append((step, [*result.sums], [*result.figures], values, event))
 
-    def _place(self, sums: Tensor) -> tuple[Tensor, Any]:
-        """Return a pinned tensor for sums, and an event."""
+    def _pinned(self, values: Tensor) -> tuple[Tensor, Any]:
+        """Return a pinned tensor for values, and an event."""
         if self._free:
-            place, event = self._free.pop()
-            if place.shape == sums.shape and place.dtype == sums.dtype:  # a norm is logged in some steps only
-                return place, event
-        return torch.empty(sums.shape, dtype=sums.dtype, pin_memory=True), torch.cuda.Event()
+            pinned, event = self._free.pop()
+            if pinned.shape == values.shape and pinned.dtype == values.dtype:  # some steps have figures, others none
+                return pinned, event
+        return torch.empty(values.shape, dtype=values.dtype, pin_memory=True), torch.cuda.Event()
 
-    def take(self, everything: bool) -> Iterator[tuple[T, list[dict[str, float]]]]:
-        """Yield the sums that can be read by now: for each update of a step, by the names of STATS, with grad_norm if
-        measured.
+    def take(self, everything: bool) -> Iterator[tuple[T, dict[str, dict[str, float]], dict[str, float]]]:
+        """Yield each step whose result can be read by now: what `put` got, the sums of each update by the names of
+        STATS, and the figures.
 
         Args:
-            everything: also wait for the sums of the last step.
+            everything: also wait for the result of the last step.
         """
         while len(self._pending) > (0 if everything else self._lag):
-            step, sums, event = self._pending.popleft()
+            step, updates, figures, values, event = self._pending.popleft()
             if event is not None:
                 event.synchronize()
-            found = sums.tolist()
+            numbers = iter(values.tolist())
             if event is not None:
-                self._free.append((sums, event))
-            rows = found if sums.dim() > 1 else [found]
-            yield step, [dict(zip(_READ, row, strict=False)) for row in rows]
+                self._free.append((values, event))
+            # each update takes as many numbers as STATS has names
+            sums = {name: dict(zip(STATS, numbers, strict=False)) for name in updates}
+            yield step, sums, dict(zip(figures, numbers, strict=True))

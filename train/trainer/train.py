@@ -35,7 +35,7 @@ from .model_check import ModelCheck
 from .not_finite import note_skipped, why_it_ends
 from .prefetch import DataWait, Prefetch, micro_batches
 from .setup import Job
-from .step import due, step
+from .step import step
 from .step_stats import Readback, StepStats
 from .timing import Timing, WaitAdvice
 from .trace import Trace, steps_of
@@ -122,10 +122,12 @@ class Loop:
             world=None if job.strategy.is_ordered else job.world,
         )  # fmt: skip
         first = next(update for update in job.updates if update.every == 1)  # it asks for copies, in every step
+        self._leaves_out = job.config.data.leaves_out
         self._stats = {
             update.name: StepStats(
-                update.strategy.stats_dtype, device, update.strategy.is_ordered, job.stop,
-                *([job.snapshots.copy_request] if update is first else []),
+                update.strategy.stats_dtype, device, is_ordered=update.strategy.is_ordered,
+                leaves_out=self._leaves_out, stop=job.stop,
+                copy=job.snapshots.copy_request if update is first else lambda: 0.0,
             )
             for update in job.updates
         }  # fmt: skip
@@ -173,17 +175,20 @@ class Loop:
         self.trace.before(self.done + 1)
         flops = self._flops if self.done == self._begun else None
         with flops.counting(job.plan, job.sharing, self.done) if flops is not None else _NOTHING:
-            sums, left_out = step(job, self._stats, self.done, self._prefetch, self._save_clock.is_due(), check)
+            result = step(
+                job, self.done, self._prefetch, self._stats, check=check,
+                wants_save=job.world.is_first and self._save_clock.is_due(),
+            )  # fmt: skip
         self.timing.step(samples)
-        if not self.done and not job.config.data.leaves_out:  # else this rank may have had no sample
+        if not self.done and not self._leaves_out:  # else this rank may have had no sample
             job.compiling.check(job.config)
         self.done += 1
         self.trace.after(self.done)
-        if job.hooks.are_used and not all(left_out):
+        if job.hooks.are_used and len(result.left_out) < len(result.sums):
             job.hooks.after_step(self.done)
         job.heart.beat(heartbeat.TRAINING, self.done)
         job.saver.prepare(job.state)
-        self.readback.put(_Step(self.done, rate, samples, any(left_out)), sums)
+        self.readback.put(_Step(self.done, rate, samples, bool(result.left_out)), result)
         if self.done - self._begun == CHECKED_STEPS:  # what is alive now lasts: do not search it for garbage again
             gc.collect()
             gc.freeze()
@@ -195,40 +200,40 @@ class Loop:
             everything: also wait for the stats of the last step.
         """
         save = False
-        for made, updates in self.readback.take(everything):
-            self._log(made, updates)
+        for made, updates, figures in self.readback.take(everything):
+            self._log(made, updates, figures)
             requests = 0.0
-            for sums in updates:
+            for sums in updates.values():
                 requests += sums["copy"]
                 self.is_stopping |= sums["stop"] > 0
                 save |= sums["save"] > 0
             self.job.snapshots.stats_read(made.number, requests)
         return save
 
-    def _log(self, made: _Step, updates: list[dict[str, float]]) -> None:
+    def _log(self, made: _Step, updates: dict[str, dict[str, float]], figures: dict[str, float]) -> None:
         """Check the losses of a step and write its line."""
-        job, leaves_out = self.job, self.job.config.data.leaves_out
-        losses, sums = [self._mean(one, made.samples) for one in updates], updates[-1]
+        job, last = self.job, [*updates.values()][-1]
+        losses = {_loss_name(name): self._mean(sums, made.samples) for name, sums in updates.items()}
         if self._last is not None:
-            self._last |= {name: loss for name, loss in self._named(made, losses).items() if math.isfinite(loss)}
+            self._last |= {name: loss for name, loss in losses.items() if math.isfinite(loss)}
         if made.is_skipped:
             note_skipped(job, self._skipped, made.number)
-        elif not math.isfinite(sum(losses)):
-            raise TrainingFailed(why_it_ends(self._named(made, losses), made.number))
-        if sums["counted"]:
-            self.timing.count(sums["count"])
-        self._empty = 0 if sums["count"] or not leaves_out else self._empty + 1
+        elif not math.isfinite(sum(losses.values())):
+            raise TrainingFailed(why_it_ends(losses, made.number))
+        if last["counted"]:
+            self.timing.count(last["count"])
+        self._empty = 0 if last["count"] or not self._leaves_out else self._empty + 1
         if self._empty == _EMPTY_STEPS or (self._empty and made.number == self._empty == job.total_steps):
             raise TrainingFailed(
                 f"no sample could be read in {self._empty} steps in a row, up to step {made.number}; see "
                 f"{SKIPPED} in the run folder"
             )
         if job.world.is_lead and (job.intervals.logs(made.number) or made.is_skipped):
-            self._write_line(made, losses, [sums["grad_norm"] for sums in updates if "grad_norm" in sums])
+            self._write_line(made, losses, figures)
 
     def _mean(self, sums: dict[str, float], samples: int) -> float:
         """Return the loss of an update in a step of this many samples."""
-        count = sums["count"] if sums["counted"] or self.job.config.data.leaves_out else samples
+        count = sums["count"] if sums["counted"] or self._leaves_out else samples
         return sums["loss"] / count if sums["count"] else 0.0
 
     def _kept_losses(self, done: int) -> dict[str, float] | None:
@@ -238,25 +243,18 @@ class Loop:
             if (kept := job.state.extra.losses.get(update.name)) is not None:
                 sums, last = dict(zip(STEP_STATS, kept.tolist(), strict=True)), done - done % update.every
                 if sums["count"]:  # else none was made yet, or the checkpoint is of an earlier release
-                    found[f"loss.{update.name}"] = self._mean(sums, job.plan.samples(last - 1))
+                    found[_loss_name(update.name)] = self._mean(sums, job.plan.samples(last - 1))
         return found if job.state.extra.losses else None
 
-    def _named(self, made: _Step, losses: list[float]) -> dict[str, float]:
-        """Return the losses of a step by their names in metrics.jsonl."""
-        names = (f"loss.{update.name}" if update.name else "loss" for update in due(self.job, made.number - 1))
-        return dict(zip(names, losses, strict=True))
-
-    def _write_line(self, made: _Step, losses: list[float], norms: list[float]) -> None:
-        job, named = self.job, self._named(made, losses)
+    def _write_line(self, made: _Step, losses: dict[str, float], figures: dict[str, float]) -> None:
+        job = self.job
         if self._last is not None:
-            known = self._last | named
-            named = {name: known[name] for one in job.updates if (name := f"loss.{one.name}") in known}
+            known = self._last | losses
+            losses = {name: known[name] for one in job.updates if (name := _loss_name(one.name)) in known}
         line = cast(Training, {
-            "step": made.number, "epoch": job.plan.epoch_of(made.number), "loss": sum(named.values()), "lr": made.rate,
-            **self.timing.speed(), **named,
+            "step": made.number, "epoch": job.plan.epoch_of(made.number), "loss": sum(losses.values()), "lr": made.rate,
+            **self.timing.speed(), **losses, **figures,
         })  # fmt: skip
-        if norms:
-            line["grad_norm"] = math.hypot(*norms)
         if made.is_skipped:
             line["skipped"] = True
         if self._flops is not None:
@@ -376,6 +374,11 @@ class Loop:
 
     def _warn_unsaved(self, error: CannotSave) -> None:
         self.job.loggers.say(f"warning: a checkpoint could not be saved ({error}); training continues and tries again")
+
+
+def _loss_name(update: str) -> str:
+    """Return the name in metrics.jsonl of an update's loss."""
+    return f"loss.{update}" if update else "loss"
 
 
 def conclude(job: Job, done: Done, attempt: int) -> Outcome:

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import shutil
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from tests.tasks import TASKS
 from tests.train.specs import with_spec
 from tests.train.training import CLOSE
 from train.trainer.load import load_trained
+
+ROOT = Path(__file__).parents[3]
 
 pytestmark = pytest.mark.never_forgiven
 
@@ -53,3 +58,35 @@ def test_what_a_loss_counts_by_itself_is_logged_by_the_second(engine: Any) -> No
     assert all(0 < line["counted_per_s"] < line["samples_per_s"] for line in lines)  # two of three samples
     engine.run("counts-not", 1, steps=1)
     assert all("counted_per_s" not in line for line in engine.station.metrics("counts-not"))
+
+
+@pytest.mark.minutes
+def test_a_figure_is_added_by_a_line_in_the_step_and_one_in_the_type(station: Any, tmp_path: Path) -> None:
+    """In a copy of the package: it lands in metrics.jsonl and, like every figure, in TensorBoard's events."""
+    copied = tmp_path / "checkout"
+    shutil.copytree(ROOT / "train", copied / "train", ignore=shutil.ignore_patterns("__pycache__"))
+    _insert(
+        copied / "train/trainer/step.py",
+        before="    return result\n",
+        line='    result.figures["rows"] = samples + 0 * sums[LOSS]\n',
+    )
+    _insert(
+        copied / "train/run/metrics.py",
+        before="    skipped: NotRequired[bool]\n",
+        line="    rows: NotRequired[float]\n",
+    )
+    task = tmp_path / "few_numbers.py"
+    task.write_text((TASKS / "few_numbers.py").read_text())
+    flags = ["--steps", 2, "--batch_size", 4, "--log.every_steps", 1, "--cpu_threads", 1, "--log.gradients", "true"]
+    done = station("run", task, "--name", "rows", *flags, env={"PYTHONPATH": str(copied)})
+    assert done.returncode == 0, done.stderr
+    lines = [line for line in station.metrics("rows") if "loss" in line]
+    assert [line["rows"] for line in lines] == [4, 4] and all(line["grad_norm"] > 0 for line in lines)
+    (events,) = (station.runs / "rows/tensorboard").iterdir()
+    assert b"train/rows" in events.read_bytes()
+
+
+def _insert(file: Path, before: str, line: str) -> None:
+    text = file.read_text()
+    assert text.count(before) == 1
+    file.write_text(text.replace(before, line + before))

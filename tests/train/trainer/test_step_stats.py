@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from train.build.loss import Figure
 from train.signals import StopRequest
-from train.trainer.step_stats import STATS, StepStats
+from train.trainer.step_stats import STATS, Readback, StepResult, StepStats
 
 CPU = torch.device("cpu")
 LOSSES = st.lists(st.tuples(st.floats(width=32), st.integers(1, 1000)), min_size=1, max_size=6)
@@ -20,6 +21,11 @@ LOSSES = st.lists(st.tuples(st.floats(width=32), st.integers(1, 1000)), min_size
 
 def figure(value: float, samples: int, count: Tensor | float | None = None) -> Figure:
     return Figure(torch.tensor(value, requires_grad=True) * 1, samples, count)
+
+
+def of_rank(dtype: torch.dtype = torch.float32, stop: StopRequest | None = None, **given: Any) -> StepStats:
+    settings = {"is_ordered": False, "leaves_out": False, "stop": stop or StopRequest(())} | given
+    return StepStats(dtype, CPU, **settings)
 
 
 def own(stats: StepStats) -> dict[str, float]:
@@ -30,7 +36,7 @@ def own(stats: StepStats) -> dict[str, float]:
 def test_sums_have_the_bits_of_products_and_sums_of_tensors(
     steps: list[list[tuple[float, int]]], dtype: torch.dtype
 ) -> None:
-    stats = StepStats(dtype, CPU, False, StopRequest(()))
+    stats = of_rank(dtype)
     for losses in steps:
         stats.begin(len(losses), save=False)
         expected: Tensor | float = 0.0
@@ -44,7 +50,7 @@ def test_sums_have_the_bits_of_products_and_sums_of_tensors(
 
 def test_nothing_of_a_step_is_left_in_the_next() -> None:
     stop = StopRequest(())
-    stats = StepStats(torch.float32, CPU, False, stop)
+    stats = of_rank(stop=stop)
     stats.begin(1, save=True)
     stats.add(0, figure(2.0, 8, count=torch.tensor(5)))
     stop.ask("user", "train stop")
@@ -58,7 +64,7 @@ def test_nothing_of_a_step_is_left_in_the_next() -> None:
 
 
 def test_the_first_of_several_counts_may_be_a_number_and_the_next_a_tensor() -> None:
-    stats = StepStats(torch.float32, CPU, False, StopRequest(()))
+    stats = of_rank()
     stats.begin(2, save=False)
     stats.add(0, figure(2.0, 8, count=3))
     stats.add(1, figure(1.0, 8, count=torch.tensor(4, dtype=torch.bfloat16)))
@@ -68,10 +74,41 @@ def test_the_first_of_several_counts_may_be_a_number_and_the_next_a_tensor() -> 
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 0, 1)])
 def test_parts_are_added_in_the_order_of_the_micro_batches(order: tuple[int, ...]) -> None:
     values = [1e8, 1.0, -1e8]
-    stats = StepStats(torch.float32, CPU, True, StopRequest(()))
+    stats = of_rank(is_ordered=True)
     stats.begin(3, save=True)
     for number in order:
         stats.add(number, figure(values[number], 1))
     read = dict(zip(STATS, stats.summed(stats.tensor()).tolist(), strict=True))
     total = torch.tensor(values).sum().item()
     assert read == {"loss": total, "count": 3, "stop": 0, "save": 1, "counted": 0, "copy": 0}
+
+
+def test_a_repeated_micro_batch_says_only_whether_its_loss_counts() -> None:
+    stats = of_rank()
+    stats.begin(2, save=False)
+    stats.add(1, figure(2.0, 8, count=3), is_repeated=True)
+    assert own(stats) == {"loss": 0, "count": 0, "stop": 0, "save": 0, "counted": 1, "copy": 0}
+
+
+@pytest.mark.parametrize(
+    ("leaves_out", "count", "scale"), [(False, None, None), (True, None, 2.0), (False, 4, 4.0), (True, 0, 0.0)]
+)
+def test_gradients_are_scaled_by_what_was_counted(leaves_out: bool, count: int | None, scale: float | None) -> None:
+    stats = of_rank(leaves_out=leaves_out)
+    stats.begin(1, save=False)
+    stats.add(0, figure(1.0, 8, count))
+    factor = stats.scale(stats.summed(stats.tensor()), 16)
+    assert (None if factor is None else factor.item()) == scale
+
+
+def test_the_host_reads_the_sums_of_each_update_and_the_figures_of_the_step() -> None:
+    readback, wide = Readback[str](CPU), 2.0**24 + 1  # no float32
+    sums = {"d": torch.arange(6.0), "g": torch.arange(6.0) + 6}
+    readback.put("first", StepResult(sums, {"grad_norm": torch.tensor(wide, dtype=torch.float64)}, []))
+    readback.put("second", StepResult({"d": sums["g"]}, {}, []))
+    first, second = readback.take(everything=False)
+    assert first == (
+        "first", {"d": dict(zip(STATS, range(6), strict=True)), "g": dict(zip(STATS, range(6, 12), strict=True))},
+        {"grad_norm": wide},
+    )  # fmt: skip
+    assert second == ("second", {"d": dict(zip(STATS, range(6, 12), strict=True))}, {})
