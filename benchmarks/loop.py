@@ -32,10 +32,11 @@ from train.errors import EXIT_FINISHED
 from train.launcher import checks
 from train.launcher.request import Request
 from train.run import folders
+from train.run.spec import read_spec
 from train.signals import StopRequest
 from train.supervise.attempts import Supervisor
 from train.supervise.decide import LaunchMode
-from train.supervise.ranks import Ranks
+from train.supervise.ranks import TaskRanks
 from train.zygote.client import CHECKS, RANKS, acquire
 
 TENSORS, LOADER, TRAIN = "a loop that indexes tensors", "a loop on DataLoader", "train"
@@ -142,7 +143,9 @@ def _train(folder: Path, name: str, subject: Subject, settings: small.Settings) 
     zygote = acquire(hash_seed.with_seed(os.environ), (*CHECKS, *RANKS))
     try:
         # as in a launched run, with memory for snapshots
-        code = Supervisor(run, Ranks(run, lock, 1, zygote), LaunchMode.LAUNCHED, StopRequest(())).keep()
+        code = Supervisor(
+            run, read_spec(run), TaskRanks(run, read_spec(run), lock, 1, zygote), LaunchMode.LAUNCHED, StopRequest(())
+        ).keep()
     finally:
         zygote.close()
         lock.release()

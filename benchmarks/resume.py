@@ -35,7 +35,7 @@ from train.run.spec import read_spec
 from train.signals import StopRequest
 from train.supervise.attempts import Supervisor
 from train.supervise.decide import LaunchMode
-from train.supervise.ranks import Ranks
+from train.supervise.ranks import TaskRanks
 from train.zygote.client import CHECKS, RANKS, Zygote, acquire
 
 BATCH = 1000
@@ -91,7 +91,9 @@ def _resumed(run: Run, zygote: Zygote) -> tuple[float, dict[str, Any]]:
     lock = run.acquire()
     assert lock is not None  # a fresh copy
     began = time.perf_counter()
-    code = Supervisor(run, Ranks(run, lock, 1, zygote), LaunchMode.LAUNCHED, StopRequest(())).keep()
+    code = Supervisor(
+        run, read_spec(run), TaskRanks(run, read_spec(run), lock, 1, zygote), LaunchMode.LAUNCHED, StopRequest(())
+    ).keep()
     seconds = time.perf_counter() - began
     lock.release()
     if code != EXIT_FINISHED:

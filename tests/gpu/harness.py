@@ -35,10 +35,11 @@ from train.parallel.rank_env import RankEnv
 from train.run import folders, states
 from train.run.outcome import Outcome
 from train.run.run_folder import Run
+from train.run.spec import read_spec
 from train.signals import StopRequest
 from train.supervise.attempts import Supervisor, supervise_alone
 from train.supervise.decide import LaunchMode
-from train.supervise.ranks import Ranks
+from train.supervise.ranks import TaskRanks
 from train.supervise.worker import run_rank
 from train.zygote.client import CHECKS, RANKS, Zygote, acquire
 
@@ -224,7 +225,7 @@ def train_here(run: Run, stop: StopRequest | None = None) -> None:
     lock = run.acquire()
     assert lock is not None
     try:
-        supervise_alone(run, 1, rank, StopRequest(()))
+        supervise_alone(run, read_spec(run), 1, rank, StopRequest(()))
     finally:
         lock.release()
     record = run.read()
@@ -237,7 +238,7 @@ def train_here(run: Run, stop: StopRequest | None = None) -> None:
 
 def train_forked(
     run: Run, ranks: int = 1, fault: str = "", environment: Mapping[str, str] = MappingProxyType({}),
-    mode: LaunchMode = LaunchMode.FOREGROUND, watch: Callable[[Ranks], Any] = lambda processes: None,
+    mode: LaunchMode = LaunchMode.FOREGROUND, watch: Callable[[TaskRanks], Any] = lambda processes: None,
     changes: Sequence[str] = (),
 ) -> Mapping[str, Any]:  # fmt: skip
     """Train a run in processes of its own, with snapshots in memory; its record afterwards.
@@ -253,12 +254,12 @@ def train_forked(
     assert lock is not None, f"{run.name} is alive"
     changes = [*changes, in_rank.ONE_CARD] if _share_a_card(ranks) else changes
     forking: Any = in_rank.Forking(zygote(), changes) if changes else zygote()
-    processes = Ranks(run, lock, ranks, forking, environ={"TRAIN_FAULT": fault, **environment})
+    processes = TaskRanks(run, read_spec(run), lock, ranks, forking, environ={"TRAIN_FAULT": fault, **environment})
     try:
         with ThreadPoolExecutor(1) as pool, contextlib.redirect_stderr(io.StringIO()):
             watching = pool.submit(watch, processes)
             watching.add_done_callback(lambda done: run.ask_stop(states.NOW) if done.exception() else None)
-            Supervisor(run, processes, mode, StopRequest(())).keep()
+            Supervisor(run, read_spec(run), processes, mode, StopRequest(())).keep()
         watching.result()
     finally:
         lock.release()

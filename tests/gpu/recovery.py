@@ -36,7 +36,7 @@ from train.checkpoint.buffers import Buffers
 from train.run import states
 from train.run.run_folder import Run
 from train.supervise.decide import LaunchMode
-from train.supervise.ranks import Ranks
+from train.supervise.ranks import TaskRanks
 from train.zygote.client import lives
 
 KILLED = 0.6
@@ -70,7 +70,7 @@ def _killed(scale: Scale, ranks: int) -> Iterator[Row]:
         whole = train_forked(run, ranks)
     with new_run(scale, "perceptron", flags, ranks) as run:
 
-        def watch(processes: Ranks) -> None:
+        def watch(processes: TaskRanks) -> None:
             ends.append(bench.live(Kept(run, processes), [int(KILLED * steps)], drawn, patience=PATIENCE))
 
         killed = train_forked(run, ranks, mode=LaunchMode.LAUNCHED, watch=watch)
@@ -97,7 +97,7 @@ def _killed(scale: Scale, ranks: int) -> Iterator[Row]:
 class Kept(bench.Launched):
     """A run of ours, of which this process is the agent."""
 
-    def __init__(self, run: Run, processes: Ranks) -> None:
+    def __init__(self, run: Run, processes: TaskRanks) -> None:
         self.run, self._processes = run, processes
 
     def ranks(self) -> list[int]:
@@ -123,7 +123,7 @@ def _left(scale: Scale) -> Iterator[Row]:
         record = run.read()
         return record["pids"].get("ranks", []) if record.get("step", 0) >= 20 else []
 
-    def kill(processes: Ranks) -> None:
+    def kill(processes: TaskRanks) -> None:
         nonlocal used, died
         (rank,) = eventually("20 steps", trains, seconds=60)
         used = before - _free(scale)
@@ -152,7 +152,7 @@ def _copying(scale: Scale) -> Row:
     flags = scale.exact_flags("gpt") | {"precision": "bf16", "steps": 150 if scale.is_gpu else 30}
     left: list[int] = []
 
-    def kill(processes: Ranks) -> None:
+    def kill(processes: TaskRanks) -> None:
         assert processes.memory is not None
         buffers = Buffers(processes.memory.address)
         ready = eventually("two snapshots", lambda: len(buffers.steps) == 2 and processes.pids, seconds=60, every=0)

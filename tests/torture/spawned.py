@@ -21,9 +21,10 @@ from train import hash_seed
 from train.checkpoint import manifest
 from train.run import outcome, states
 from train.run.run_folder import Run
+from train.run.spec import read_spec
 from train.supervise import attempts, decide
 from train.supervise.decide import Facts, LaunchMode
-from train.supervise.ranks import Ranks
+from train.supervise.ranks import TaskRanks
 from train.zygote.client import CHECKS, RANKS, Zygote, acquire, lives
 
 
@@ -32,7 +33,7 @@ class Rank:
     """A rank as those see it who disturb it."""
 
     pid: int
-    ranks: Ranks
+    ranks: TaskRanks
 
     def is_alive(self) -> bool:
         return lives(self.pid)
@@ -56,8 +57,10 @@ def attempt(run: Run, ranks: int, disturb: Disturb | None = None, fault_text: st
     if lock is None:
         raise Failure(f"{run.name}: the lock was never released")
     began = time.monotonic()
-    number = run.begin_attempt(ranks)
-    made = Ranks(run, lock, ranks, zygote(), environ={"TRAIN_FAULT": fault_text}, is_foreground=True)
+    number = run.begin_attempt(ranks, run.newest_checkpoint)
+    made = TaskRanks(
+        run, read_spec(run), lock, ranks, zygote(), environ={"TRAIN_FAULT": fault_text}, is_foreground=True
+    )
     made.start(number)
     lock.release()
     processes = [Rank(pid, made) for pid in made.pids]

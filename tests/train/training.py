@@ -24,10 +24,11 @@ from train.launcher.fork import prepare_fork
 from train.launcher.request import Request
 from train.launcher.resume import prepare_resume
 from train.run import folders, run_folder
+from train.run.spec import read_spec
 from train.signals import StopRequest
 from train.supervise.attempts import Supervisor
 from train.supervise.decide import LaunchMode
-from train.supervise.ranks import Ranks
+from train.supervise.ranks import TaskRanks
 from train.trainer.load import load_trained
 
 TASK = TASKS / "learner.py"
@@ -97,8 +98,10 @@ class Engine:
         lock = run.acquire()
         assert lock is not None, f"{run.name} is alive"
         try:
-            made = Ranks(run, lock, ranks, self.zygote, environ={"TRAIN_FAULT": fault}, is_foreground=True)
-            self.code = Supervisor(run, made, LaunchMode.FOREGROUND, StopRequest(())).keep()
+            made = TaskRanks(
+                run, read_spec(run), lock, ranks, self.zygote, environ={"TRAIN_FAULT": fault}, is_foreground=True
+            )
+            self.code = Supervisor(run, read_spec(run), made, LaunchMode.FOREGROUND, StopRequest(())).keep()
         finally:
             lock.release()
         return run.read_effective() if (run.folder / "run.json").exists() else {}  # a test may have taken it away

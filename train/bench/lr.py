@@ -76,7 +76,7 @@ def measure(folder: Path, request: Request, steps: int) -> tuple[list[float], li
     with tempfile.TemporaryDirectory(prefix=".bench-", dir=folder) as name, contextlib.ExitStack() as held:
         record = prepared.record | {"task": str(prepared.task.file)}  # messages name it, and no copy that is gone
         run = folders.create(Path(name), "lr", prepared.files, record)
-        attempt = run.begin_attempt(1)
+        attempt = run.begin_attempt(1, 0)
         heart = Heart(run.logs(attempt) / "rank0.beat")
         held.enter_context(objects.refusing(prepared.task))
         job, _ = setup.set_up(run, RankEnv(), attempt, StopRequest(()), False, heart, held)

@@ -27,7 +27,7 @@ from ..parallel.precision import Precision
 from ..parallel.torch_private import buffers_of
 from ..run import copies, imports, owner
 from ..run.run_folder import Run
-from ..run.spec import SCRIPT, Spec
+from ..run.spec import Spec
 from ..tasks import Task, load, where
 from . import determinism
 from .freeze import freeze
@@ -45,8 +45,6 @@ def task_of(run: Run, spec: Spec) -> Task:
         Refused: the copy is gone or broken, or another user's.
     """
     run = owner.opened(run)
-    if spec.program == SCRIPT:
-        raise Refused(f"{run.name} runs a script ({spec.script}), not a task")
     if not spec.task:
         raise Refused(f"{run.folder / 'run.json'} names no task; put it back")
     if spec.task != "task.py":

@@ -29,14 +29,14 @@ def run(options: Namespace, runs: Path) -> int:
     """Write the file, and print the command that resumes the run on another machine."""
     from ..cluster import jobs
     from ..run import durable, folders, imports
+    from ..supervise import programs
 
     found = folders.find(runs, options.name)
     record, target = found.read(), Path(f"{found.name}.tar" if options.to is None else options.to)
     durable.check_target(target, (".tar",))
     if os.path.lexists(target):
         raise Refused(f"{target} exists already; remove it, or give another file with --to FILE")
-    if record.get("script"):
-        raise Refused(f"{found.name} runs a script, whose files lie outside the run folder; copy them by hand")
+    programs.of_record(record).check_can("archive", found.name)
     if jobs.is_submitted(record) or record.get("cluster"):
         raise Refused(f"{found.name} runs on a cluster or several machines; archive a fork of it: train fork --help")
     lock = found.acquire()

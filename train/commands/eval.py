@@ -30,9 +30,11 @@ def run(options: Namespace, runs: Path) -> int:
     """Evaluate the checkpoint and print the metrics."""
     from ..run import best, folders, owner
     from ..run.spec import read_spec
+    from ..supervise import programs
 
     run = owner.opened(folders.find(runs, options.name))
     spec = read_spec(run)
+    programs.of(spec).check_can("eval", run.name)
     wanted = best.checkpoint_named(run, spec.best_by, options.checkpoint, screen.remark)
     from ..trainer.evaluate import evaluate_run
 

@@ -32,11 +32,13 @@ def run(options: Namespace, runs: Path) -> int:
     """Write the file."""
     from ..run import best, durable, folders, owner
     from ..run.spec import read_spec
+    from ..supervise import programs
 
     target = Path(options.to).absolute()
     durable.check_target(Path(options.to), SUFFIXES)
     run = owner.opened(folders.find(runs, options.name))
     spec = read_spec(run)
+    programs.of(spec).check_can("export", run.name)
     wanted = best.checkpoint_named(run, spec.best_by, options.checkpoint, screen.remark)
     from ..trainer.export import export
 

@@ -39,6 +39,7 @@ def run(options: Namespace, runs: Path) -> int:
     from ..launcher.request import LaunchRequest
     from ..run import best, folders, owner
     from ..run.spec import spec_of
+    from ..supervise import programs
 
     of = owner.opened(folders.find(runs, options.name))
     record, restarts = of.read(), number("max-restarts", options.max_restarts)
@@ -46,8 +47,7 @@ def run(options: Namespace, runs: Path) -> int:
     config.check_flags(options.flags)
     if init := next((name for name in options.flags if name.startswith("init.")), None):
         raise Refused(f"--{init}: a fork uses the weights of its checkpoint; for others: train launch TASK --init FILE")
-    if spec.script:
-        raise Refused(f"{of.name} runs a script, whose checkpoints are not known here; start it with: train launch")
+    programs.of(spec).check_can("fork", of.name)
     step = best.checkpoint_named(of, spec.best_by, options.checkpoint, screen.remark) or of.newest_checkpoint
     if not step:
         raise Refused(f"{of.name} has no checkpoint yet; see: train show {of.name}")

@@ -28,6 +28,7 @@ def run(options: Namespace, runs: Path) -> int:
     from ..cluster import jobs
     from ..run import best, folders
     from ..run.spec import spec_of
+    from ..supervise import programs
     from ..views.listing import story
 
     run = folders.find(runs, options.name)
@@ -36,6 +37,7 @@ def run(options: Namespace, runs: Path) -> int:
     if not options.json:
         print(story(run, record, spec))
         return EXIT_FINISHED
-    facts = {} if spec.script else best.facts(run, spec.best_by)
+    has_steps = programs.of(spec).reports_steps(record["attempts"])
+    facts = best.facts(run, spec.best_by) if has_steps else {}
     print(json.dumps({**record, **facts}, indent=1))
     return EXIT_FINISHED

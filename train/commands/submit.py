@@ -10,7 +10,7 @@ from .. import screen
 from ..cluster.engine import ENGINES, Submission, engine, seconds_of
 from ..errors import EXIT_FINISHED, Refused
 from ..launcher.ranks_and_gpus import MOST_RANKS
-from ..supervise.attempts import MAX_RESTARTS
+from ..supervise import programs
 from ..supervise.timeouts import WAIT_MINUTES
 from .completion_values import words
 from .options import MOST_NODES, add_task, check_now, follow, request_of, wait_minutes
@@ -48,7 +48,7 @@ def add_arguments(parser: Parser) -> None:
     text = "Minutes a node waits for the others. Default: 30."
     add("--wait-minutes", metavar="M", default=str(WAIT_MINUTES), help=text)
     text = "Give up after K restarts in a row without a new checkpoint. Default: 3."
-    add("--max-restarts", metavar="K", default=str(MAX_RESTARTS), help=text)
+    add("--max-restarts", metavar="K", default=str(programs.TASK.default_restarts), help=text)
     for name in ENGINES:
         engine(name).options(parser)
 

@@ -120,16 +120,17 @@ def keep(opened: OpenedRun, stop: StopRequest) -> int:
     """Run the ranks until the run ends, and show its progress on the terminal. Returns the exit code."""
     from ..nodes.multi_node import MultiNodeSupervisor
     from ..nodes.nodes import Nodes, settings_of
+    from ..run.spec import read_spec
+    from ..supervise import programs
     from ..supervise.attempts import Supervisor
     from ..supervise.decide import LaunchMode
-    from ..supervise.ranks import Ranks
-    from . import script
     from .live_view import LiveView
     from .tmux import note_move
 
     run, record, place = opened.run, opened.run.read(), opened.run.path
-    is_script = bool(record.get("script"))
-    view = LiveView(run, sys.stderr, show_log=is_script)
+    spec = read_spec(run)
+    program = programs.of(spec)
+    view = LiveView(run, sys.stderr, show_log=program.shows_log)
 
     def show() -> None:
         nonlocal place
@@ -142,19 +143,14 @@ def keep(opened: OpenedRun, stop: StopRequest) -> int:
         with contextlib.suppress(OSError):
             view.say(text)
 
-    def command() -> list[str]:
-        for line in script.warnings(record):
-            say(line)
-        return [record["script"], *record["script_arguments"]]
-
     try:
         settings = settings_of(record)
         nodes = Nodes(run, opened.ranks, settings, opened.listening) if settings is not None else None
-        ranks = Ranks(run, opened.lock, opened.ranks, opened.zygote, nodes, command if is_script else None)
+        ranks = program.ranks(run, spec, opened.lock, opened.ranks, opened.zygote, nodes=nodes, say=say)
         if nodes is not None:
-            code = MultiNodeSupervisor(run, ranks, stop, show, say, nodes).keep()
+            code = MultiNodeSupervisor(run, spec, ranks, stop, show, say, nodes).keep()
         else:
-            code = Supervisor(run, ranks, LaunchMode.LAUNCHED, stop, show, say).keep()
+            code = Supervisor(run, spec, ranks, LaunchMode.LAUNCHED, stop, show, say).keep()
     except (OSError, Refused) as error:  # the disk fails or the run folder is gone
         say(f"{run.name} cannot continue: {one_line(error)}")
         return EXIT_FAILED

@@ -16,9 +16,10 @@ from ..nodes import address
 from ..run import copies, durable, environment, folders, imports, owner, ownership, states
 from ..run.record import Record
 from ..run.run_folder import Lock, Run
-from ..supervise import attempts
+from ..supervise import attempts, programs
 from ..supervise.decide import CODES
-from ..zygote.client import CHECKS, RANKS, SCRIPT, Zygote, acquire
+from ..supervise.programs import Program
+from ..zygote.client import Zygote, acquire
 from . import ranks_and_gpus, resumable, script
 from .request import ALONE, LaunchRequest, Request
 from .tmux import session_of
@@ -82,13 +83,14 @@ def _create(launch: LaunchRequest, saved: environment.SavedEnvironment) -> Opene
     of = owner.opened(folders.find(runs, launch.request["of"])) if launch.kind == "fork" else None
     if of is not None:
         folders.enter(of.read().get("cwd") or "")
-    zygote, checked = check_in_fork(launch, launch.kind == "script")
+    program = programs.SCRIPT if launch.kind == "script" else programs.TASK
+    zygote, checked = check_in_fork(launch, program)
     if of is not None:  # copy from the folder that was checked, even if another folder has its name now
         checked.copies = {name: of.folder / path.relative_to(of.path) for name, path in checked.copies.items()}
     _outlive_terminal()
     ranks_and_gpus.see(checked.visible)
     listening = _listen(launch.cluster)
-    restarts = attempts.MAX_RESTARTS if launch.max_restarts is None else launch.max_restarts
+    restarts = program.default_restarts if launch.max_restarts is None else launch.max_restarts
     record = checked.record | _placement(launch, checked, _cluster_of(launch, None))
     record |= {"submission": launch.submission, "max_restarts": restarts}
     files = checked.files | {environment.FILE: environment.to_json(saved)}
@@ -109,7 +111,7 @@ def _reopen(launch: LaunchRequest, run: Run, lock: Lock, saved: environment.Save
     kept = _check_still_wanted(run, record) if launch.by_keeper else None
     _check_variables(_cluster_of(launch, record))
     folders.enter(record.get("cwd") or "")
-    zygote, checked = check_in_fork(launch, bool(record.get("script")))
+    zygote, checked = check_in_fork(launch, programs.of_record(record))
     _outlive_terminal()
     ranks_and_gpus.see(checked.visible)
     cluster = _cluster_of(launch, record)
@@ -133,7 +135,7 @@ def _reopen(launch: LaunchRequest, run: Run, lock: Lock, saved: environment.Save
     return OpenedRun(run, lock, checked.ranks, zygote, checked.warnings, listening)
 
 
-def check_in_fork(launch: LaunchRequest, is_script: bool = False) -> tuple[Zygote, CheckedLaunch]:
+def check_in_fork(launch: LaunchRequest, program: Program = programs.TASK) -> tuple[Zygote, CheckedLaunch]:
     """Check a request in a forked process, so that the task's own code has no effect on this process.
 
     Also returns the zygote from which that process and the run's ranks are forked.
@@ -142,8 +144,8 @@ def check_in_fork(launch: LaunchRequest, is_script: bool = False) -> tuple[Zygot
         Refused: the request cannot be carried out.
     """
     variables.check_torch(os.environ)
-    zygote = acquire(hash_seed.with_seed(os.environ), SCRIPT if is_script else (*CHECKS, *RANKS))
-    after = SCRIPT[-1] if is_script else CHECKS[-1]
+    names, after = program.imports()
+    zygote = acquire(hash_seed.with_seed(os.environ), names)
     return zygote, zygote.call(f"{__name__}:check", dataclasses.asdict(launch), after=after)
 
 
@@ -158,7 +160,7 @@ def check(given: dict[str, Any]) -> CheckedLaunch:
     run = Run(Path(launch.runs) / launch.name) if launch.kind == "resume" else None
     record = run.read() if run is not None else None
     ranks, visible = ranks_and_gpus.choose(launch)
-    if launch.kind == "script" or (record and record.get("script")):
+    if launch.kind == "script" or (record and programs.of_record(record) is programs.SCRIPT):
         return CheckedLaunch(ranks, visible, {}, *script.check(launch, run))
     nodes = _nodes(_cluster_of(launch, record))
     of_gloo = variables.keep_gloo_at_home(dict(os.environ)) if nodes == ALONE and ranks > 1 else ""
@@ -235,6 +237,8 @@ def _check_still_wanted(run: Run, record: Record) -> dict[str, int]:
         raise Refused(f"{run.name} was stopped by its user")
     if not ownership.was_started_here(run.path, record):
         raise Refused(f"{run.name} counts as a copy; only its user resumes it: train resume {run.name}")
+    if not resumable.keeper_may_start(record):
+        raise Refused(f"{run.name} was launched without --max-restarts; only its user starts it again")
     count = resumable.keeper_count(run, record)
     if reason := resumable.why_given_up(record, count):
         attempts.record_end(run, states.FAILED, reason)

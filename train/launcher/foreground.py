@@ -20,10 +20,11 @@ from ..parallel.rank_env import RankEnv, is_under_torchrun, meeting_port, read_r
 from ..run import environment, folders
 from ..run.outcome import Kind, Outcome
 from ..run.run_folder import Lock, Run
+from ..run.spec import read_spec
 from ..signals import POLITE, StopRequest, leave
 from ..supervise.attempts import Supervisor, supervise_alone
 from ..supervise.decide import LaunchMode
-from ..supervise.ranks import Ranks
+from ..supervise.ranks import TaskRanks
 from .create_run import check_in_fork
 from .request import ALONE, LaunchRequest, Request
 
@@ -51,8 +52,9 @@ def run(runs: Path, name: str | None, request: dict[str, Any], spawn: int | None
     lock = made.acquire()
     assert lock is not None  # the folder is new
     stop = StopRequest((*POLITE, signal.SIGHUP))
-    ranks = Ranks(made, lock, checked.ranks, zygote, is_foreground=True)
-    code = Supervisor(made, ranks, LaunchMode.FOREGROUND, stop).keep()
+    spec = read_spec(made)
+    ranks = TaskRanks(made, spec, lock, checked.ranks, zygote, is_foreground=True)
+    code = Supervisor(made, spec, ranks, LaunchMode.FOREGROUND, stop).keep()
     zygote.close()
     return code
 
@@ -102,7 +104,7 @@ def _under_torchrun(runs: Path, name: str | None, request: Request) -> int:
             end, code = _rank_of_torchrun(made, attempt, rank_env, stop)
             return end
 
-        supervise_alone(made, rank_env.size, rank, stop)
+        supervise_alone(made, read_spec(made), rank_env.size, rank, stop)
     except Refused as error:
         _refuse(store, rank_env.size - 1, error)
         with contextlib.suppress(OSError):

@@ -21,6 +21,7 @@ from .. import hash_seed, screen
 from ..errors import EXIT_FINISHED, Refused, one_line
 from ..run import folders, owner, ownership, run_folder, states
 from ..run.run_folder import Run
+from ..supervise import programs
 from ..zygote import client as zygote
 from . import resumable, stopping, tmux
 from .request import LaunchRequest
@@ -175,8 +176,13 @@ def _resume_if_interrupted(run: Run, tell: _Log, ended: threading.Event) -> None
     is_wanted = (
         (ownership.was_started_here(run.folder, record) or None) if is_stillborn else resumable.is_resumable(run)
     )
+    program = programs.of_record(record)
     if is_wanted is None:
         tell(run, f"left alone, because it counts as a copy; to continue it: train resume {run.name}")
+    elif is_wanted and not resumable.keeper_may_start(record):
+        why = f"it is a {program.name} that was launched without --max-restarts"
+        tell(run, f"left alone, because {why}; to start it again: train resume {run.name}")
+        return
     if ended.is_set() or not is_wanted:
         return
     owner.opened(run)
@@ -187,7 +193,8 @@ def _resume_if_interrupted(run: Run, tell: _Log, ended: threading.Event) -> None
         record = run.read()
     count = record.get("kept") or {"step": record["step"], "times": 1}  # written by the agent that has opened the run
     times = f" for the {count['times']}th time" if count["times"] > 1 else ""
-    tell(run, f"resumed{times}" if record.get("script") else f"resumed after step {count['step']}{times}")
+    after = f" after step {count['step']}" if program.reports_steps(record["attempts"]) else ""
+    tell(run, f"resumed{after}{times}")
 
 
 def _stop_all(runs: Path, tell: _Log, sign_of_life: Callable[[], None]) -> None:

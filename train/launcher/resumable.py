@@ -13,10 +13,8 @@ from ..errors import Refused
 from ..run import heartbeat, run_folder, states
 from ..run.record import Record
 from ..run.run_folder import Run
-from ..supervise import decide
-
-KEEPER_TRIES = 3
-"""Maximum number of resumes by the keeper in a row without a new checkpoint. After them the run has failed."""
+from ..run.spec import spec_of
+from ..supervise import programs
 
 
 def is_resumable(run: Run) -> bool | None:
@@ -71,9 +69,8 @@ def nothing_left(run: Run, flags: dict[str, str]) -> str:
         return ""
     record = run.read()
     why = f" ({record['reason']})" if record.get("reason") else ""
-    field = "early_stopping.patience" if why else "epochs"
-    more = "" if record.get("script") else f"; to train longer: train resume {run.name} --{field} N"
-    return f"{run.name} has already finished{why}{more}"
+    more = programs.of_record(record).train_more(run.name, record.get("reason") or "")
+    return f"{run.name} has already finished{why}{f'; to train longer: {more}' if more else ''}"
 
 
 def gives_more(flags: Iterable[str]) -> bool:
@@ -96,11 +93,19 @@ def keeper_count(run: Run, record: Record) -> dict[str, int]:
 
 def why_given_up(record: Record, count: dict[str, int]) -> str:
     """Return why the keeper gives up a run, given its count; '' if it still resumes the run."""
-    if count["times"] <= KEEPER_TRIES:
+    spec = spec_of(record, {})
+    program = programs.of(spec)
+    tries = program.keeper_tries(spec)
+    if count["times"] <= tries:
         return ""
-    if record.get("script"):
-        return f"interrupted {KEEPER_TRIES} times in a row before it had run {decide.healthy_minutes(record):g} minutes"
-    return f"interrupted {KEEPER_TRIES} times in a row without a new checkpoint after step {count['step']}"
+    after = f" after step {count['step']}" if program.reports_steps(record["attempts"]) else ""
+    return f"interrupted {tries} times in a row {program.no_progress(spec)}{after}"
+
+
+def keeper_may_start(record: Record) -> bool:
+    """Whether the keeper starts a run again at all."""
+    spec = spec_of(record, {})
+    return not record["attempts"] or programs.of(spec).keeper_tries(spec) > 0
 
 
 def _has_only_waited(record: Record, attempts: int) -> bool:
@@ -112,10 +117,11 @@ def _has_only_waited(record: Record, attempts: int) -> bool:
 
 
 def _ran_well(run: Run, record: Record) -> bool:
-    """Whether the last attempt of a script ran so long that earlier interruptions do not count."""
-    if not record.get("script") or not record["attempts"]:
+    """Whether the last attempt ran so long that earlier interruptions do not count."""
+    if not record["attempts"]:
         return False
     attempt = record["attempts"][-1]
     began = run_folder.seconds_of(attempt["started"])
     last = max(run_folder.seconds_of(attempt.get("ended")) or 0.0, heartbeat.last_sign(run.logs(attempt["number"])))
-    return began is not None and last - began >= 60 * decide.healthy_minutes(record)
+    spec = spec_of(record, {})
+    return began is not None and programs.of(spec).ran_well(spec, last - began)

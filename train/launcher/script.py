@@ -9,13 +9,11 @@ from typing import Any
 from ..errors import Refused
 from ..gpus import seen_here
 from ..run import imports, owner
-from ..run.record import Record
 from ..run.run_folder import Run
+from ..run.spec import spec_of
+from ..supervise import programs
 from . import provenance
 from .request import LaunchRequest
-
-AFTER_STOP = "starts it again (it continues if it loads its own checkpoint)"
-"""End of a message: what `train resume` does with a stopped script."""
 
 
 def check(launch: LaunchRequest, run: Run | None) -> tuple[dict[str, Any], list[str]]:
@@ -31,7 +29,7 @@ def check(launch: LaunchRequest, run: Run | None) -> tuple[dict[str, Any], list[
     if run is not None:
         record = run.read()
         check_readable(Path(record["script"]), f"{run.name} runs", "; put it back")
-        return {"watch": (record.get("watch") or {}) | watch}, warnings(record)
+        return {"watch": (record.get("watch") or {}) | watch}, programs.SCRIPT.edited(spec_of(record, {}), run.name)
     path = Path(launch.script[0]).absolute()
     check_readable(path, "--script")
     needed = imports.read(path, path.resolve().parent).record()
@@ -67,9 +65,3 @@ def watch_flags(flags: dict[str, str]) -> dict[str, Any]:
         if not name.startswith("watch."):
             raise Refused(f"--{name} is for tasks, not for scripts; put arguments of the script after --")
     return {name.removeprefix("watch."): value for name, value in config.check_flags(flags).items()}
-
-
-def warnings(record: Record) -> list[str]:
-    """Return warnings about a script that is started again."""
-    changed = imports.changed(record.get("script_files"))
-    return [f"{changed} changed since {record['name']} was launched; the new version runs"] if changed else []

@@ -9,8 +9,7 @@ from ..errors import EXIT_FAILED, EXIT_FINISHED, Refused
 from ..run import states
 from ..run.record import Record
 from ..run.run_folder import Run
-from ..supervise import attempts
-from .script import AFTER_STOP
+from ..supervise import attempts, programs
 
 
 def stop(run: Run, now: bool) -> tuple[int, str]:
@@ -20,11 +19,11 @@ def stop(run: Run, now: bool) -> tuple[int, str]:
         Refused: the request or the record cannot be written into its folder.
     """
     run = run.held()  # the run may be renamed meanwhile
-    is_script = bool(run.read().get("script"))
+    program = programs.of_record(run.read())
     while True:
         if run.alive():
-            if is_script and not now:  # it may ignore SIGTERM for ever
-                screen.remark(f"waiting for {run.name} to stop; to end it at once: train stop {run.name} --now")
+            if not now and (remark := program.stop_remark(run.name)):
+                screen.remark(remark)
             ask_to_stop(run, states.NOW if now else states.POLITE)
         record = run.read_effective()
         if not (record["state"] in (states.INTERRUPTED, states.COPY) or states.rests_by_itself(record)):
@@ -34,7 +33,7 @@ def stop(run: Run, now: bool) -> tuple[int, str]:
             break
     # the user wants the run to stay stopped: nothing resumes it automatically
     reason = "stopped (train stop)"
-    if not is_script:
+    if program.reports_steps(record["attempts"]):
         reason += f"; the last checkpoint is of step {run.newest_checkpoint}"
     try:
         attempts.record_end(run, states.STOPPED, reason, signals.USER)
@@ -81,11 +80,7 @@ def how_it_stands(record: Record) -> tuple[int, str]:
         return EXIT_FAILED, f"{name} failed: {record['reason']}"
     if record["state"] == states.FINISHED:
         return EXIT_FINISHED, f"{name} has finished"
-    return EXIT_FINISHED, f"{name}: {record['reason'] or record['state']}; {how_to_go_on(record)}"
-
-
-def how_to_go_on(record: Record) -> str:
-    """Return how to continue a stopped run."""
-    if record.get("script"):
-        return f"train resume {record['name']} {AFTER_STOP}"
-    return f"continue with: train resume {record['name']}"
+    return (
+        EXIT_FINISHED,
+        f"{name}: {record['reason'] or record['state']}; {programs.of_record(record).after_stop(name)}",
+    )

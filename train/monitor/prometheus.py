@@ -33,6 +33,8 @@ from ..launcher import keeper
 from ..run import heartbeat, states
 from ..run.record import Record
 from ..run.run_folder import Run, seconds_of
+from ..run.spec import spec_of
+from ..supervise import programs
 from . import run_status
 
 log = logging.getLogger("train.exporter")
@@ -210,9 +212,8 @@ class Collector(prometheus_client.registry.Collector):
         name = record["name"]
         run = Run(self._runs.folder / name)
         lives, progress = run_status.is_alive(record), run_status.progress(run, record)
-        device = record.get("device") or ""
-        what = record.get("task") or Path(record.get("script") or "").name  # the path is not published
-        figures.add("train_run_info", 1, name, what[:64], device[:16])
+        device, program = record.get("device") or "", programs.of_record(record)
+        figures.add("train_run_info", 1, name, program.label(spec_of(record, {}))[:64], device[:16])
         figures.one_of("train_run_state", record["state"], states.ALL, name)
         figures.add("train_run_epoch", record["epoch"], name)
         figures.add("train_run_ranks", record["world_size"], name)
@@ -233,7 +234,7 @@ class Collector(prometheus_client.registry.Collector):
     def _add_ranks(self, figures: Figures, run: Run, record: Record, taken: dict[int, float]) -> None:
         found = run_status.ranks(run, record)
         figures.add("train_run_last_progress_timestamp_seconds", run_status.moved(record, found), run.name)
-        if not record.get("script"):
+        if programs.of_record(record).reports_steps(record["attempts"]):
             figures.one_of("train_run_phase", run_status.doing(found), heartbeat.NAMES, run.name)
         for rank in found:
             if rank.beat is None:

@@ -24,6 +24,7 @@ from ..run import folders, heartbeat, metrics, run_folder, states
 from ..run.heartbeat import Beat
 from ..run.record import Record
 from ..run.run_folder import Run
+from ..supervise import programs
 
 ALIVE = (states.CREATED, states.QUEUED, states.RUNNING)
 _ENDED = (states.STOPPED, states.FAILED, states.FINISHED)
@@ -233,11 +234,11 @@ def ranks(run: Run, record: Record) -> list[Rank]:
 
 
 def moved(record: Record, found: list[Rank]) -> float | None:
-    """Return when a run at work last showed progress, in seconds since the epoch; None for a script.
+    """Return when a run at work last showed progress, in seconds since the epoch; None: its steps are unknown.
 
     The latest sign of any rank counts: a rank that has done its part waits for the others without a sign.
     """
-    if record.get("script") or not record["attempts"]:
+    if not record["attempts"] or not programs.of_record(record).reports_steps(record["attempts"]):
         return None
     last = max((rank.beaten for rank in found), default=0.0)
     return max(last, run_folder.seconds_of(record["attempts"][-1]["started"]) or 0.0) or None

@@ -12,6 +12,7 @@ from .. import signals
 from ..errors import EXIT_STOPPED, Refused
 from ..run import states
 from ..run.run_folder import Run
+from ..run.spec import Spec
 from ..supervise import decide, health
 from ..supervise.attempts import Supervisor, asked_by, pids, record_decision, record_waiting
 from ..supervise.decide import Asked, Decision, Facts, LaunchMode
@@ -23,10 +24,10 @@ class MultiNodeSupervisor(Supervisor):
     """Keeps the ranks of this machine alive, together with the other machines of the run."""
 
     def __init__(
-        self, run: Run, ranks: Ranks, stop: signals.StopRequest, show: Callable[[], None], say: Callable[[str], None],
-        nodes: Nodes,
+        self, run: Run, spec: Spec, ranks: Ranks, stop: signals.StopRequest, show: Callable[[], None],
+        say: Callable[[str], None], nodes: Nodes,
     ) -> None:  # fmt: skip
-        super().__init__(run, ranks, LaunchMode.LAUNCHED, stop, show, say)
+        super().__init__(run, spec, ranks, LaunchMode.LAUNCHED, stop, show, say)
         self.nodes = nodes
         self._is_over = False
         """Whether the attempt has ended on another machine first."""

@@ -259,14 +259,13 @@ class Run:
         with contextlib.suppress(OSError):
             (self.folder / "stop").unlink()
 
-    def begin_attempt(self, world_size: int, from_step: int | None = None, **values: Any) -> int:
+    def begin_attempt(self, world_size: int, from_step: int | None, **values: Any) -> int:
         """Record that an attempt starts. Returns its number, counted from 1. The caller must hold the lock.
 
         Args:
-            from_step: The step after which it continues; by default that of the newest checkpoint.
+            from_step: The step after which it continues; None: unknown.
         """
         number = 0
-        at = self.newest_checkpoint if from_step is None else from_step
         before = len(self.read()["attempts"])
         # a running task records its progress twice a second
         last_sign = heartbeat.last_sign(self.logs(before))  # only a script has one
@@ -284,9 +283,7 @@ class Run:
                 )  # fmt: skip
             record["attempts"].append(
                 {"number": number, "started": started, "ready": None, "ended": None, "end": None, "reason": "",
-                 "world_size": world_size, "to_step": None, "host": socket.gethostname(),
-                 # the steps of a script are unknown
-                 "from_step": None if record.get("script") else at}
+                 "world_size": world_size, "from_step": from_step, "to_step": None, "host": socket.gethostname()}
             )  # fmt: skip
             record["started"] = record["started"] or started
             record.update({"state": states.RUNNING, "reason": "", "stopped_by": None, "ended": None})
@@ -346,7 +343,7 @@ class Run:
         heartbeat.clear(self.logs(number))
 
     def _reached(self, record: Record) -> int | None:
-        """Return the last step of the last attempt; None for a script."""
+        """Return the last step of the last attempt; None: unknown."""
         attempt = record["attempts"][-1]
         if attempt["from_step"] is None:
             return None

@@ -103,10 +103,15 @@ class Spec:
 _REASON = "_reason"
 
 
+def program_of(record: Record) -> str:
+    """Return the program of a run. Every program but a task has a field of its name, which says what to run."""
+    return SCRIPT if record.get(SCRIPT) else TASK
+
+
 def spec_of(record: Record, config: Mapping[str, Any]) -> Spec:
     """Return what a record and the fields of config.toml say about what runs."""
     return Spec(
-        program=SCRIPT if record.get("script") else TASK,
+        program=program_of(record),
         config=config,
         task=record.get("task") or "",
         task_source=record.get("task_source") or "",

@@ -24,12 +24,11 @@ from ..run import durable, metrics, outcome, run_folder, states
 from ..run.outcome import Outcome
 from ..run.progress_lines import fold
 from ..run.run_folder import Run
-from . import decide, health, memory
-from .decide import Asked, Decision, Facts, LaunchMode, healthy_minutes
+from ..run.spec import Spec
+from . import decide, diagnose, health, memory, programs
+from .decide import Asked, Decision, Facts, LaunchMode
 from .ranks import Ranks
 
-MAX_RESTARTS = 3
-"""Default of --max-restarts: maximum number of restarts in a row without a new checkpoint."""
 _AGAIN = 1.0
 """Seconds between two tries to record the process ids of the ranks."""
 _TAIL = 1 << 16
@@ -74,17 +73,20 @@ def record_decision(run: Run, attempt: int | None, decision: Decision) -> None:
         return
     lines = None
     if decision.end == "died" and decision.rank is not None:
-        lines = decide.last_lines(tail(run.logs(attempt), decision.rank))
+        lines = diagnose.last_lines(tail(run.logs(attempt), decision.rank))
     run.end_attempt(decision.end, decision.why, decision.state, lines, **values)
 
 
-def supervise_alone(run: Run, ranks: int, train: Callable[[int], Outcome], stop: signals.StopRequest) -> None:
+def supervise_alone(
+    run: Run, spec: Spec, ranks: int, train: Callable[[int], Outcome], stop: signals.StopRequest
+) -> None:
     """Supervise one attempt under torchrun, in the process that is rank 0.
 
     Args:
         ranks: Number of ranks, including those in other processes.
         train: trains this rank to its end, given the attempt.
     """
+    program = programs.of(spec)
     run.clear_stop()
     number = run.begin_attempt(ranks, run.newest_checkpoint, pids={"ranks": [os.getpid()]})
 
@@ -93,6 +95,7 @@ def supervise_alone(run: Run, ranks: int, train: Callable[[int], Outcome], stop:
         facts = Facts(
             run.name,
             LaunchMode.TORCHRUN,
+            program,
             ranks=ranks,
             outcomes=outcomes,
             asked=asked_by(stop),
@@ -110,7 +113,7 @@ def supervise_alone(run: Run, ranks: int, train: Callable[[int], Outcome], stop:
                 end({})
             os.kill(pid, number)
 
-    watch, this = health.health_of(run, number, [0], kill), os.getpid()
+    watch, this = program.health(spec, run.logs(number), [0], kill), os.getpid()
 
     def listen() -> None:  # a thread, so that `train stop` works while this process trains
         while not over.wait(0.2):
@@ -159,6 +162,7 @@ class Supervisor:
     """Keeps the ranks of one run alive until it ends."""
 
     run: Run
+    spec: Spec
     ranks: Ranks
     mode: LaunchMode
     stop: signals.StopRequest
@@ -169,7 +173,7 @@ class Supervisor:
 
     def __post_init__(self) -> None:
         self._attempt, self._from_step, self._began, self._hang = 0, 0, 0.0, ""
-        self._is_interrupted = False
+        self._is_interrupted, self._program = False, programs.of(self.spec)
         self._kills = memory.Kills()
 
     def keep(self) -> int:
@@ -210,7 +214,7 @@ class Supervisor:
     def begin(self) -> int:
         """Record a new attempt. Returns its number."""
         self._from_step = self.newest_state()
-        return self.run.begin_attempt(self.ranks.count, self._from_step, pids=pids([]))
+        return self.run.begin_attempt(self.ranks.count, self._program.first_step(self._from_step), pids=pids([]))
 
     def follow(self, watch: health.Health) -> None:
         """Called several times a second while ranks run."""
@@ -237,7 +241,8 @@ class Supervisor:
         """Start the ranks and watch them until all have ended."""
         ranks = self.ranks
         ranks.start(attempt)
-        watch = health.health_of(self.run, attempt, [rank_env.rank for rank_env in ranks.rank_envs], ranks.end_peer)
+        numbers = [rank_env.rank for rank_env in ranks.rank_envs]
+        watch = self._program.health(self.spec, self.run.logs(attempt), numbers, ranks.end_peer)
         note_at, is_asked = 0.0, False
         while True:
             self.hear()
@@ -302,17 +307,15 @@ class Supervisor:
         with contextlib.suppress(OSError, Refused):
             record = self.run.read()
         logs, count, exits = self.run.logs(self._attempt), self.ranks.count, self.ranks.exits
-        is_script = bool(record.get("script"))
-        minutes = healthy_minutes(record)
-        ran_well = is_script and time.monotonic() - self._began >= 60 * minutes
+        ran_well = self._program.ran_well(self.spec, time.monotonic() - self._began)
         return Facts(
             name=self.run.name,
             mode=self.mode,
-            is_script=is_script,
+            program=self._program,
             ranks=count,
             outcomes=outcome.read_all(logs),
             exits=exits,
-            logs={rank: tail(logs, rank) for rank in (range(count) if is_script and exits else exits)},
+            logs={rank: tail(logs, rank) for rank in exits},
             hang=self._hang,
             problem=self.ranks.problem,
             killed_at=self._kills.limit(),
@@ -323,8 +326,8 @@ class Supervisor:
             is_ready=bool((record.get("attempts") or [{}])[-1].get("ready")),
             progress=self.has_progressed(record) or ran_well,
             deaths=deaths,
-            max_restarts=int(record.get("max_restarts", MAX_RESTARTS)),
-            healthy_minutes=minutes,
+            max_restarts=self.spec.max_restarts,
+            healthy_minutes=programs.healthy_minutes(self.spec),
         )
 
     def newest_state(self) -> int:

@@ -8,8 +8,8 @@ from __future__ import annotations
 import dataclasses
 import enum
 import signal
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
 
 from .. import signals
 from ..errors import EXIT_FAILED, EXIT_FINISHED, EXIT_INTERRUPTED, EXIT_REFUSED, EXIT_STOPPED
@@ -17,16 +17,10 @@ from ..run import states
 from ..run.outcome import Kind, Outcome, first_fault
 from . import diagnose, memory
 
-LAST_LINES = 8
-"""Number of lines of a dead rank's log that run.json keeps."""
 _LONGEST_WAIT = 30.0
 """Maximum number of seconds before a restart of a run for which the machine was too busy."""
-_FEW = 5
-"""Maximum number of lines after the traceback of a rank that was still ending when another rank noticed."""
 _KILLED = ("killed by signal: Killed", "exited unexpectedly")
 """Parts of torch's messages about a data worker that is gone."""
-_BY_OTHERS = (-signal.SIGKILL, -signal.SIGSEGV, -signal.SIGBUS)
-"""Exit codes of a script's rank that was killed from outside. Errors of other ranks then are only consequences."""
 
 CODES = {
     states.FINISHED: EXIT_FINISHED,
@@ -68,14 +62,14 @@ class Facts:
     name: str
     """Name of the run."""
     mode: LaunchMode
-    is_script: bool = False
+    program: Judge
     ranks: int = 1
     outcomes: Mapping[int, Outcome] = dataclasses.field(default_factory=dict)
-    """Maps a rank of a task to its reported outcome."""
+    """Maps a rank to its reported outcome."""
     exits: Mapping[int, int] = dataclasses.field(default_factory=dict)
     """Maps the ranks that failed first to their exit codes; negative: killed by that signal."""
     logs: Mapping[int, str] = dataclasses.field(default_factory=dict)
-    """Maps a rank to the end of its log."""
+    """Maps these ranks to the end of their logs."""
     hang: str = ""
     """Description of a hang; '': none."""
     problem: str = ""
@@ -96,7 +90,7 @@ class Facts:
     """Number of deaths in a row without progress before this one."""
     max_restarts: int = 0
     healthy_minutes: float = 0.0
-    """Minutes a script must have run to count as progress."""
+    """Minutes after which an attempt of a script counts as progress."""
     lost: str = ""
     """Names of the nodes that are gone with all their ranks."""
     regroup: str = ""
@@ -121,6 +115,26 @@ class Death:
     def lacks_gpu(self) -> bool:
         """Whether the run's GPUs are gone."""
         return self.is_raised and diagnose.NO_GPU in self.reason
+
+
+class Judge(Protocol):
+    """What the program of a run says about the end of an attempt; see programs.py."""
+
+    def reports_end(self, facts: Facts) -> bool:
+        """Whether ranks report how they end. Otherwise exit codes of 0 mean that the run finished, and any end after a
+        stop request is a stop."""
+
+    def who_died(self, facts: Facts) -> Death:
+        """Return the cause of an attempt's death, from reports, exit codes and logs."""
+
+    def last_words(self, facts: Facts, rank: int | None) -> Sequence[str]:
+        """Return lines of the rank that died first in which to look for a likely cause, if it reported none."""
+
+    def how_stopped(self, exits: Mapping[int, int]) -> str:
+        """Return how the program reacted to a stop request; '' if its ranks report that."""
+
+    def out_of_restarts(self, facts: Facts, deaths: int, why: str) -> tuple[str | None, str]:
+        """Return the state (None: interrupted) and the reason of a run whose restarts are used up."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -157,7 +171,8 @@ def decide(facts: Facts) -> Decision:
     decision = _decide(facts)
     if decision.end not in (states.FAILED, "died") or decision.reason is None:  # restarts, or torchrun reports it
         return decision
-    hint = diagnose.hint("\n".join([decision.why, *_raised(facts, decision.why)]))
+    said = _raised(facts, decision.why) or facts.program.last_words(facts, decision.rank)
+    hint = diagnose.hint("\n".join([decision.why, *said]))
     if not hint:
         return decision
     message = decision.message and f"{decision.message}; {hint}"
@@ -193,13 +208,13 @@ def _decide(facts: Facts) -> Decision:
     is_quiet = not (facts.exits or facts.hang) and first_fault(facts.outcomes) is None
     if is_quiet and asked:
         return _stopped(asked, _how_stopped(facts, asked, None))
-    if is_quiet and facts.is_script:
+    if is_quiet and not facts.program.reports_end(facts):
         return Decision(states.FINISHED, states.FINISHED, reason="", code=EXIT_FINISHED)
     death = who_died(facts)
     if facts.mode is LaunchMode.TORCHRUN:
         return Decision("died", None, death.reason, rank=death.rank)
     fails = death.recurs or (death.is_raised and not death.lacks_gpu and facts.mode is not LaunchMode.LAUNCHED)
-    if asked and (facts.is_script or not fails):
+    if asked and not (fails and facts.program.reports_end(facts)):
         decision = _stopped(asked, _how_stopped(facts, asked, death))
         then = f"continue with: train resume {facts.name}"  # no rank has printed this
         return dataclasses.replace(decision, message=f"{facts.name} {decision.reason}; {then}" if facts.hang else "")
@@ -248,9 +263,7 @@ def _how_stopped(facts: Facts, asked: Asked, death: Death | None) -> str:
         parts[0] += f", and {death.reason}"
     if facts.saved:
         parts.append(f"the last checkpoint is of step {facts.saved}")
-    if facts.is_script:
-        parts.append(how_stopped(dict(facts.exits)))
-    return "; ".join(parts)
+    return "; ".join(filter(None, [*parts, facts.program.how_stopped(facts.exits)]))
 
 
 def _restarted_or_not(facts: Facts, death: Death) -> Decision:
@@ -263,14 +276,9 @@ def _restarted_or_not(facts: Facts, death: Death) -> Decision:
     if death.lacks_gpu:  # interrupted: a resume finds out whether the GPUs are back
         back = f"when they are back: train resume {facts.name} (a keeper does that by itself)"
         return dataclasses.replace(decision, reason=f"{why}; {back}")
-    if facts.progress and facts.max_restarts == 0:
-        return dataclasses.replace(decision, reason=f"{why}; no restarts are left")  # interrupted: a resume continues
     if deaths > facts.max_restarts:
-        times = f"{deaths} time{'s' if deaths > 1 else ''}"
-        without = "without a new checkpoint"
-        if facts.is_script:
-            without = f"before it had run {facts.healthy_minutes:g} minutes"
-        return dataclasses.replace(decision, state=states.FAILED, reason=f"died {times} {without}: {why}")
+        state, reason = facts.program.out_of_restarts(facts, deaths, why)
+        return dataclasses.replace(decision, state=state, reason=reason)
     message = f"{why}; restarting ({deaths} of {facts.max_restarts} without progress)"
     wait = min(2.0**deaths, _LONGEST_WAIT) if diagnose.is_busy(why) else 0.0
     return dataclasses.replace(decision, again=True, wait=wait, message=message)
@@ -282,7 +290,7 @@ def who_died(facts: Facts) -> Death:
     if death is None and facts.hang:
         death = Death(facts.hang, False, None)
     if death is None:
-        death = _of_script(facts) if facts.is_script and facts.exits else _of_task(facts)
+        death = facts.program.who_died(facts)
     if facts.problem and not (facts.hang or death.recurs):
         return Death(f"the ranks cannot be started: {facts.problem}", False, 0)
     return death
@@ -299,78 +307,3 @@ def _of_memory(facts: Facts) -> Death | None:
             reason = f"out of memory: {whose} {ranks[0]} was killed at {facts.killed_at}; {memory.ADVICE}"
             return Death(reason, True, ranks[0])
     return None
-
-
-def _of_task(facts: Facts) -> Death:
-    first = first_fault(facts.outcomes)
-    if first is None or not first.recurs:  # a fault that would recur, as in the task, may make other ranks abort
-        for rank, code in sorted(facts.exits.items()):
-            # SIGTERM: ended because of another rank, so not the first cause
-            if code < 0 and code != -signal.SIGTERM:
-                found = _cause_in_log(facts, rank, code)  # a process that aborts prints why
-                if found and found.recurs:
-                    return Death(f"rank {rank}: {found.reason}", True, rank)
-                return Death(f"rank {rank} {_how(code)}", False, rank)
-    if first is not None:
-        whose = "" if facts.ranks == 1 and facts.mode is LaunchMode.FOREGROUND else f"rank {first.rank}: "
-        return Death(whose + first.reason, first.recurs, first.rank, is_raised=True)
-    if facts.exits:
-        rank, code = min(facts.exits.items())
-        found = _cause_in_log(facts, rank, code)
-        if found and (found.recurs or diagnose.is_busy(found.reason)):
-            return Death(f"rank {rank}: {found.reason}", found.recurs, rank)
-        return _plain(facts, rank, code)
-    return Death("the ranks ended without a report", False, 0)
-
-
-def _of_script(facts: Facts) -> Death:
-    causes = {rank: found for rank, code in facts.exits.items() if (found := _cause_in_log(facts, rank, code))}
-    for rank, code in sorted(facts.exits.items()):
-        if code in _BY_OTHERS:
-            return Death(f"rank {rank} {_how(code)}", False, rank)
-    if not any(found.recurs for found in causes.values()):
-        # other ranks lose the connection to a failing rank, maybe before it has ended
-        for rank in sorted(facts.logs.keys() - facts.exits.keys()):
-            found = diagnose.of_log(facts.logs[rank], 1, _FEW, facts.refused_at)
-            if found and found.recurs:
-                return Death(f"rank {rank}: {found.reason}", True, rank)
-    for rank, found in sorted(causes.items(), key=lambda item: (not item[1].recurs, item[0])):
-        return Death(f"rank {rank}: {found.reason} ({_how(facts.exits[rank])})", found.recurs, rank)
-    rank, code = min(facts.exits.items(), key=lambda item: (item[1] == -signal.SIGTERM, item[0]))
-    return _plain(facts, rank, code)
-
-
-def _cause_in_log(facts: Facts, rank: int, code: int) -> diagnose.Cause | None:
-    return diagnose.of_log(facts.logs.get(rank, ""), code, limit=facts.refused_at)
-
-
-def _plain(facts: Facts, rank: int, code: int) -> Death:
-    return Death(f"rank {rank} {_how(code)}; see: train logs {facts.name} --rank {rank}", False, rank)
-
-
-def _how(code: int) -> str:
-    return f"died of {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
-
-
-def last_lines(log: str) -> list[str]:
-    """Return the last lines of a rank's log, for `train show`."""
-    return [line.rstrip()[:1000] for line in log.splitlines() if line.strip()][-LAST_LINES:]
-
-
-def healthy_minutes(record: Mapping[str, Any]) -> float:
-    """Return the minutes an attempt of a script must run to count as progress (watch.healthy_minutes)."""
-    from .. import config
-
-    return float((record.get("watch") or {}).get("healthy_minutes") or config.Watch.healthy_minutes)
-
-
-def how_stopped(failures: dict[int, int]) -> str:
-    """Return how a script reacted to a stop request, from the exit codes of the ranks that did not exit with 0."""
-    codes = set(failures.values())
-    if codes == {-signal.SIGKILL}:
-        return "the script was killed"
-    if codes == {-signal.SIGTERM}:
-        return "the script died of SIGTERM, which it does not handle"
-    code = max(codes, default=0)
-    how = f"code {code}" if code >= 0 else signal.Signals(-code).name
-    return f"the script ended by itself on SIGTERM, with {how}"

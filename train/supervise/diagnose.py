@@ -1,9 +1,8 @@
 """Finds out why a process died, whether that would recur, and which check of `train doctor` finds the cause.
 
-Judges by the exception or the log. All functions are pure except `failure_of`, which needs an exception that is being
-handled. A script is any program, so its output is the only evidence. Its own exceptions recur; errors from the network,
-a device, another rank's death or a busy machine may not. Knows messages of torch, NCCL, CUDA, the kernel and this
-package.
+Judges by the exception that a rank of a task has raised, or by the last lines of a log, which show for certain only a
+lack of memory or of another resource. All functions are pure except `failure_of`, which needs an exception that is
+being handled. Knows messages of torch, NCCL, CUDA, the kernel and this package.
 """
 
 from __future__ import annotations
@@ -36,15 +35,6 @@ _BUSY = re.compile(
     r"Resource temporarily unavailable|can't start new thread|[Tt]hread creation failed|BlockingIOError|\bEAGAIN\b"
 )
 """Messages of Python, libgomp and C if the machine has no resources for a process or thread right now (EAGAIN)."""
-_PASSING_TYPES = re.compile(
-    r"(Connection\w*Error|BrokenPipeError|Timeout\w*|\w*TimeoutError|BlockingIOError|InterruptedError|EOFError"
-    r"|Dist\w*Error|AcceleratorError|KeyboardInterrupt)$"
-)
-_PASSING_ERRNO = re.compile(
-    r"\[Errno \d+\] (Input/output error|Stale file handle|Remote I/O error|Resource temporarily unavailable"
-    r"|Connection|Network is|No route to host|Host is down|Transport endpoint|Broken pipe|Interrupted system call"
-    r"|Too many open files in system|Device or resource busy)"
-)
 
 _REMEDIES = {
     "Expected to mark a variable ready only once": (
@@ -59,17 +49,12 @@ _REMEDIES = {
 }
 """Maps a part of a torch message to advice. The advice replaces the rest of the message."""
 
-_HEADER = "Traceback (most recent call last)"
-_PREFIX = re.compile(r"^(\[rank\d+\]: ?| *[|+] ?)")
-"""Prefix of a traceback's lines, from torch (the rank) or from an exception group."""
-_RAISED = re.compile(r"([A-Za-z_][\w.]*)(?:: ?(.*))?$")
-_SYNTAX = re.compile(r"(SyntaxError|IndentationError|TabError): ")
-_LINKED = ("During handling of the above exception", "The above exception was the direct cause")
-_SURVIVED = ("Exception in thread", "Exception ignored in")
-_NOISE = 40
-"""Maximum number of lines after the last traceback, from libraries at exit. With more, the process continued."""
+LAST_LINES = 8
+"""Number of lines of a dead rank's log that run.json keeps."""
 _LAST = 20
-"""Number of last lines to search for a cause if there is no traceback."""
+"""Number of last lines of a log to search for a cause."""
+_PREFIX = re.compile(r"^\[rank\d+\]: ?")
+"""Prefix of torch's lines about an exception."""
 
 
 @dataclass(frozen=True)
@@ -140,72 +125,28 @@ def _with_remedy(line: str) -> str:
     return line
 
 
-def of_log(text: str, code: int, noise: int = _NOISE, limit: str = "") -> Cause | None:
-    """Return the cause that the end of a log shows for a process with this exit code; None: no certain cause.
+def in_log(text: str, limit: str = "") -> Cause | None:
+    """Return the cause that the end of a log shows for the death of its process; None: no certain cause.
 
     Args:
         text: End of its output, with carriage returns resolved.
-        code: Exit code; negative: killed by that signal.
-        noise: Maximum number of lines after a traceback that ended the process.
         limit: Text of the memory limit that applied to it; '': that of this process.
     """
-    lines = [_PREFIX.sub("", line.rstrip()) for line in text.splitlines()]
-    lines = [line for line in lines if line.strip()]
-    if not lines:
-        return None
-    chain = _uncaught(lines, noise) if code > 0 else []
-    message = "\n".join(chain) if chain else "\n".join(lines[-_LAST:])
-    telling = chain or [line for line in lines[-_LAST:] if is_busy(line) or memory.is_refused(line)] or lines
-    what = one_line(telling[-1])[:400]
-    if memory.is_refused(message):
-        return Cause(f"out of memory ({what}): {limit or memory.refused_at()}; {memory.ADVICE}", True)
-    if is_busy(message):
-        return Cause(what, False)
-    if chain:
-        setting = variables.behind(message)
-        return Cause(f"{setting} ({what})" if setting else what, bool(setting) or not any(map(_is_passing, chain)))
-    is_argparse = any(line.startswith("usage:") for line in lines[-_LAST:])
-    return Cause(what, True) if code == 2 and (is_argparse or "can't open file" in lines[-1]) else None
+    lines = [_PREFIX.sub("", line) for line in text.splitlines() if line.strip()][-_LAST:]
+    for line in reversed(lines):
+        if memory.is_refused(line):
+            return Cause(
+                f"out of memory ({one_line(line)[:400]}): {limit or memory.refused_at()}; {memory.ADVICE}", True
+            )
+        if memory.device_is_too_small(line):
+            return Cause(f"out of memory ({one_line(line)[:400]}): {memory.ADVICE}", True)
+    busy = next((line for line in reversed(lines) if is_busy(line)), None)
+    return None if busy is None else Cause(one_line(busy)[:400], False)
 
 
-def _is_passing(raised: str) -> bool:
-    """Whether an exception, given as the last line of its traceback, is not a fault of the program."""
-    kind, _, message = raised.partition(":")
-    name = kind.rpartition(".")[2]
-    if name == "OutOfMemoryError":  # on a device: another process may have used its memory
-        return not memory.device_is_too_small(raised)
-    if _PASSING_TYPES.match(name):
-        return not any(word in message for word in _OF_PROGRAM)
-    if name in ("OSError", "IOError"):
-        return bool(_PASSING_ERRNO.search(message))
-    return name in ("RuntimeError", "ChildFailedError", "ProcessExitedException") and is_of_others(message)
-
-
-def _uncaught(lines: list[str], noise: int) -> list[str]:
-    """Return the exception that ended a program and the ones before it in the chain, oldest first; [] if none."""
-    chain: list[str] = []
-    linked = skipped = inside = False
-    after = 0
-    for number, line in enumerate(lines):
-        before = lines[number - 1] if number else ""
-        if _HEADER in line:
-            if not linked:
-                chain = []
-            skipped, inside, linked = before.startswith(_SURVIVED), True, False
-        elif line.startswith(_LINKED):
-            linked = True
-        elif inside and not line[0].isspace() and line[0] not in "╭│╰┌└":
-            found = _RAISED.match(line)
-            inside = False
-            if found and not skipped:
-                chain.append(line)
-                after = 0
-        elif _SYNTAX.match(line) and before.startswith(" "):
-            chain.append(line)
-            after = 0
-        else:
-            after += 1
-    return chain if after <= noise else []
+def last_lines(log: str) -> list[str]:
+    """Return the last lines of a rank's log, for `train show`."""
+    return [line.rstrip()[:1000] for line in log.splitlines() if line.strip()][-LAST_LINES:]
 
 
 @dataclass(frozen=True)

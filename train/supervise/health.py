@@ -15,12 +15,12 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 import psutil
 
 from ..run import heartbeat
 from ..run.heartbeat import Beat
-from ..run.run_folder import Run
 from .timeouts import (
     GRACE_AFTER_EXIT,
     GRACE_AFTER_FAILURE,
@@ -28,7 +28,6 @@ from .timeouts import (
     HANG_LEAST_MINUTES,
     HANG_TIMES_SLOWEST,
     SCRIPT_GRACE,
-    SCRIPT_HANG_MINUTES,
     STOP_TIMES_SLOWEST,
     STOP_WAIT,
 )
@@ -47,15 +46,6 @@ _SPYING = 20.0
 _LOOK_EVERY = 2.0
 _SHARE = 0.01
 """Share of one CPU. Threads that only wait (progress bars, watchdogs, a store's keep-alive) use less."""
-
-
-def health_of(run: Run, attempt: int, ranks: Iterable[int], kill: Kill) -> Health:
-    """Return the watcher for the ranks of this attempt."""
-    record = run.read()
-    if not record.get("script"):
-        return TaskHealth(run, run.logs(attempt), ranks, kill)
-    minutes = (record.get("watch") or {}).get("hang_minutes")
-    return ScriptHealth(run.logs(attempt), SCRIPT_HANG_MINUTES if minutes is None else float(minutes), kill)
 
 
 class Health:
@@ -119,10 +109,9 @@ class TaskHealth(Health):
     get less time (STOP_WAIT): a stop must not wait for a batch, or a rank, that never comes.
     """
 
-    def __init__(self, run: Run, logs: Path, ranks: Iterable[int], kill: Kill = os.kill) -> None:
+    def __init__(self, config: Mapping[str, Any], logs: Path, ranks: Iterable[int], kill: Kill = os.kill) -> None:
         super().__init__(logs, kill)
         self._ranks = tuple(ranks)
-        config = run.read_config()
         self._hang_minutes: float | None = config.get("watch.hang_minutes")
         self._start_minutes = float(config.get("watch.start_minutes", 30.0))
         self._seen: tuple[Beat | None, ...] = ()

@@ -1,11 +1,11 @@
 """The processes of a run's ranks on this machine: starts them, and knows which still run and their exit codes.
 
-The zygote forks all of them. A rank of a task is such a fork; a rank of a script then executes the script's file with
-torchrun's environment variables. Why a rank ended, and what follows, is decided elsewhere (decide.py).
+The zygote forks all of them. Why a rank ended, and what follows, is decided elsewhere (decide.py).
 """
 
 from __future__ import annotations
 
+import abc
 import contextlib
 import dataclasses
 import functools
@@ -26,6 +26,7 @@ from ..checkpoint.buffers import ENVIRONMENT, SnapshotMemory
 from ..errors import Refused, one_line
 from ..parallel.rank_env import RankEnv
 from ..run.run_folder import Lock, Run
+from ..run.spec import Spec
 from ..zygote.client import RANKS, SCRIPT, Zygote
 
 _WAIT = 0.2
@@ -51,16 +52,18 @@ class Peers(Protocol):
         """Return more environment variables for the ranks of this machine."""
 
 
-class Ranks:
-    """The ranks of this machine, one attempt after the other.
+class Ranks(abc.ABC):
+    """The ranks of this machine, one attempt after the other. A subclass starts those of its program.
 
     Args:
         count: Number of ranks.
         nodes: The other machines, if the run has several.
-        command: For a script: returns what follows `python -u`; called at each attempt.
         environ: Variables that override the environment of the ranks.
         is_foreground: Whether rank 0 has this process's terminal.
     """
+
+    _after = ""
+    """The import of the zygote for which a rank waits; '': none."""
 
     def __init__(
         self,
@@ -69,23 +72,20 @@ class Ranks:
         count: int,
         zygote: Zygote,
         nodes: Peers | None = None,
-        command: Callable[[], list[str]] | None = None,
         environ: Mapping[str, str] | None = None,
         is_foreground: bool = False,
     ) -> None:
         self.run, self.count, self.environ = run.held(), count, dict(environ or {})
-        self.memory = None if is_foreground else snapshot_memory(run, count)
         self.problem = ""
         """Why the ranks could not be started, in one line."""
         self.rank_envs: list[RankEnv] = []
-        self._lock, self._zygote, self._nodes, self._command = lock, zygote, nodes, command
+        self._lock, self._zygote, self._nodes = lock, zygote, nodes
         self._is_foreground = is_foreground
         self._pids: dict[int, int] = {}
         self._codes: dict[int, int] = {}
         self._first: dict[int, int] = {}
         self._first_until = math.inf
         self._signalled: set[int] = set()
-        self._store: int | None = None
 
     def start(self, attempt: int) -> None:
         """Start all ranks. If that fails, `problem` says why."""
@@ -99,48 +99,16 @@ class Ranks:
         try:
             if self._zygote.is_lost:
                 self._zygote = self._zygote.again()
-            if self._command is not None:
-                self._start_script(attempt, self._command())
-            else:
-                self._start_task(attempt)
+            self._start(attempt)
         except (OSError, Refused) as error:  # the machine has no resources for a process
             self.problem = one_line(error if isinstance(error, Refused) else f"{type(error).__name__}: {error}")
             self._first = {self.rank_envs[0].rank: 1}
             for pid in self.living:
                 self.end_peer(pid, signal.SIGKILL)
 
-    def _start_task(self, attempt: int) -> None:
-        address = self.memory.address if self.memory is not None else ""  # '' hides the variable of an enclosing run
-        common = {"OMP_NUM_THREADS": str(self.run.read_config().get("cpu_threads", 1)), ENVIRONMENT: address}
-        meeting: dict[str, Any] = {}
-        with contextlib.ExitStack() as held:
-            place = []
-            if self._nodes is not None:
-                meeting, common = self._nodes.meeting, common | self._nodes.environment()
-                listening = self._nodes.take_store()
-                place = [held.enter_context(listening).fileno()] if listening is not None else []
-            else:  # in memory: other processes cannot open it, and it vanishes with these processes
-                place = [os.memfd_create("train-store")]
-                held.callback(os.close, place[0])
-            for rank_env in self.rank_envs:
-                known = {key: value for key, value in dataclasses.asdict(rank_env).items() if key != "init"}
-                arguments = [str(self.run.path), attempt, known, meeting, self._has_terminal(rank_env)]
-                at = place if not meeting or rank_env.rank == 0 else []
-                self._fork("task_rank", arguments, attempt, rank_env, common | _of_rank(rank_env), at)
-
-    def _start_script(self, attempt: int, command: list[str]) -> None:
-        common = {
-            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(self._host_store()), "GROUP_RANK": "0",
-            "GROUP_WORLD_SIZE": "1", "ROLE_NAME": "default", "ROLE_WORLD_SIZE": str(self.count),
-            "TORCHELASTIC_RESTART_COUNT": "0", "TORCHELASTIC_MAX_RESTARTS": "0",
-            "TORCHELASTIC_RUN_ID": uuid.uuid4().hex, "TORCHELASTIC_USE_AGENT_STORE": "True",
-            "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
-        }  # fmt: skip
-        if self.count > 1:  # as torchrun does
-            common["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", "1")
-        for rank_env in self.rank_envs:
-            role = {"ROLE_RANK": str(rank_env.rank)}
-            self._fork("script_rank", [command], attempt, rank_env, common | role | _of_rank(rank_env), [])
+    @abc.abstractmethod
+    def _start(self, attempt: int) -> None:
+        """Start all ranks. Raises OSError or Refused if that fails."""
 
     def _fork(
         self,
@@ -165,36 +133,11 @@ class Ranks:
                 held.callback(os.close, files[0])
             self._pids[rank_env.rank] = self._zygote.fork(
                 f"train.supervise.worker:{function}", arguments, [*files, self._lock.fd, self.run.fd, *more], environ,
-                after="" if self._command is not None else RANKS[-1],
+                after=self._after,
             )  # fmt: skip
 
     def _has_terminal(self, rank_env: RankEnv) -> bool:
         return self._is_foreground and rank_env.rank == 0
-
-    def _host_store(self) -> int:
-        """Start the store at which the ranks of a script connect. Returns its port.
-
-        Raises:
-            OSError: the store did not start.
-        """
-        self._end_store()
-        reader, writer = os.pipe()
-        with os.fdopen(reader) as answer:
-            try:
-                self._store = self._zygote.fork(
-                    "train.supervise.worker:host_store", [], [0, 1, 2, writer], after=SCRIPT[-1]
-                )
-            finally:
-                os.close(writer)
-            port = answer.read()
-        if not port:
-            raise OSError("the store for the rendezvous of the ranks did not start")
-        return int(port)
-
-    def _end_store(self) -> None:
-        if self._store is not None:
-            self._zygote.signal(self._store, signal.SIGKILL)
-        self._store = None
 
     def wait(self) -> bool:
         """Wait a moment. Returns whether all ranks have ended."""
@@ -203,10 +146,7 @@ class Ranks:
             codes = {rank: ended[pid] for rank, pid in self._pids.items() if pid in ended}
             self._codes |= codes
             self._note_first({rank: code for rank, code in codes.items() if code and rank not in self._signalled})
-        has_ended = len(self._codes) == len(self._pids)
-        if has_ended:
-            self._end_store()
-        return has_ended
+        return len(self._codes) == len(self._pids)
 
     def _note_first(self, failed: dict[int, int]) -> None:
         """Note the exit codes of ranks that failed by themselves.
@@ -246,7 +186,99 @@ class Ranks:
     @property
     def copied(self) -> int:
         """The newest step of which all ranks have a snapshot in memory; 0: none."""
+        return 0
+
+
+class TaskRanks(Ranks):
+    """Ranks of a task: forks of the zygote, which has imported all that they need."""
+
+    _after = RANKS[-1]
+
+    def __init__(self, run: Run, spec: Spec, lock: Lock, count: int, zygote: Zygote, **more: Any) -> None:
+        super().__init__(run, lock, count, zygote, **more)
+        self.memory = None if self._is_foreground else snapshot_memory(spec, count)
+
+    def _start(self, attempt: int) -> None:
+        address = self.memory.address if self.memory is not None else ""  # '' hides the variable of an enclosing run
+        common = {"OMP_NUM_THREADS": str(self.run.read_config().get("cpu_threads", 1)), ENVIRONMENT: address}
+        meeting: dict[str, Any] = {}
+        with contextlib.ExitStack() as held:
+            place = []
+            if self._nodes is not None:
+                meeting, common = self._nodes.meeting, common | self._nodes.environment()
+                listening = self._nodes.take_store()
+                place = [held.enter_context(listening).fileno()] if listening is not None else []
+            else:  # in memory: other processes cannot open it, and it vanishes with these processes
+                place = [os.memfd_create("train-store")]
+                held.callback(os.close, place[0])
+            for rank_env in self.rank_envs:
+                known = {key: value for key, value in dataclasses.asdict(rank_env).items() if key != "init"}
+                arguments = [str(self.run.path), attempt, known, meeting, self._has_terminal(rank_env)]
+                at = place if not meeting or rank_env.rank == 0 else []
+                self._fork("task_rank", arguments, attempt, rank_env, common | _of_rank(rank_env), at)
+
+    @property
+    def copied(self) -> int:
         return self.memory.step if self.memory is not None else 0
+
+
+class ScriptRanks(Ranks):
+    """Ranks of a script: forks of the zygote that execute the script's file with torchrun's environment variables.
+
+    Args:
+        command: Returns what follows `python -u`; called at each attempt.
+    """
+
+    def __init__(self, run: Run, lock: Lock, count: int, zygote: Zygote, command: Callable[[], list[str]]) -> None:
+        super().__init__(run, lock, count, zygote)
+        self._command = command
+        self._store: int | None = None
+
+    def _start(self, attempt: int) -> None:
+        command = self._command()
+        common = {
+            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(self._host_store()), "GROUP_RANK": "0",
+            "GROUP_WORLD_SIZE": "1", "ROLE_NAME": "default", "ROLE_WORLD_SIZE": str(self.count),
+            "TORCHELASTIC_RESTART_COUNT": "0", "TORCHELASTIC_MAX_RESTARTS": "0",
+            "TORCHELASTIC_RUN_ID": uuid.uuid4().hex, "TORCHELASTIC_USE_AGENT_STORE": "True",
+            "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
+        }  # fmt: skip
+        if self.count > 1:  # as torchrun does
+            common["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", "1")
+        for rank_env in self.rank_envs:
+            role = {"ROLE_RANK": str(rank_env.rank)}
+            self._fork("script_rank", [command], attempt, rank_env, common | role | _of_rank(rank_env), [])
+
+    def _host_store(self) -> int:
+        """Start the store at which the ranks of a script connect. Returns its port.
+
+        Raises:
+            OSError: the store did not start.
+        """
+        self._end_store()
+        reader, writer = os.pipe()
+        with os.fdopen(reader) as answer:
+            try:
+                self._store = self._zygote.fork(
+                    "train.supervise.worker:host_store", [], [0, 1, 2, writer], after=SCRIPT[-1]
+                )
+            finally:
+                os.close(writer)
+            port = answer.read()
+        if not port:
+            raise OSError("the store for the rendezvous of the ranks did not start")
+        return int(port)
+
+    def _end_store(self) -> None:
+        if self._store is not None:
+            self._zygote.signal(self._store, signal.SIGKILL)
+        self._store = None
+
+    def wait(self) -> bool:
+        has_ended = super().wait()
+        if has_ended:
+            self._end_store()
+        return has_ended
 
 
 def _of_rank(rank_env: RankEnv) -> dict[str, str]:
@@ -256,13 +288,9 @@ def _of_rank(rank_env: RankEnv) -> dict[str, str]:
     }  # fmt: skip
 
 
-def snapshot_memory(run: Run, ranks: int) -> SnapshotMemory | None:
+def snapshot_memory(spec: Spec, ranks: int) -> SnapshotMemory | None:
     """Return the memory for snapshots of a task's state, from which a restart continues; None: not used."""
-    record = run.read()
-    if record.get("script") or not int(record.get("max_restarts", 1)):
-        return None
-    config = run.read_config()
-    if not config.get("checkpoint.snapshots", True):
+    if not spec.max_restarts or not spec.config.get("checkpoint.snapshots", True):
         return None
     return SnapshotMemory(ranks)
 

@@ -14,10 +14,10 @@ from ..cluster import jobs
 from ..errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_REFUSED
 from ..format import figures
 from ..launcher.live_view import LiveView
-from ..launcher.stopping import how_to_go_on
 from ..run import states
 from ..run.record import Record
 from ..run.run_folder import Run
+from ..supervise import programs
 from ..supervise.decide import CODES
 from .listing import with_reason
 
@@ -37,7 +37,7 @@ def follow(run: Run, rank: int = 0) -> int:
     is_job = jobs.is_submitted(record)
     if not is_job:
         run = run.held()  # the run may be renamed in the meantime
-    shows_log = is_job or bool(record.get("script"))
+    shows_log = is_job or programs.of_record(record).shows_log
     view = LiveView(run, sys.stdout if is_job else sys.stderr, show_log=shows_log)
     try:
         record = _watch_job(run, view, rank) if is_job else _watch(run, view)
@@ -125,14 +125,15 @@ def _tell_end(run: Run, record: Record) -> int:
     reason = f": {record['reason']}" if record.get("reason") else ""
     why = f" ({record['reason']})" if record.get("reason") else ""
     results = figures(record.get("metrics") or {})
+    then = programs.of_record(record).after_stop(run.name)
     last = {
         states.FINISHED: f"{run.name} finished after {step} steps{why}  {results}".rstrip(),
-        states.STOPPED: f"{run.name} {record['reason'] or 'stopped'}; {how_to_go_on(record)}",
+        states.STOPPED: f"{run.name} {record['reason'] or 'stopped'}; {then}",
         states.FAILED: f"{run.name} failed{reason}",
         states.INTERRUPTED: f"{run.name} was interrupted{reason}",
         states.COPY: f"{run.name} was interrupted{reason}",
     }.get(state, f"{run.name} is {state}")
-    if not record.get("total_steps") and state == states.FINISHED:  # a script, whose steps are unknown here
+    if not record.get("total_steps") and state == states.FINISHED:  # its steps are unknown
         last = f"{run.name} finished"
     if state == states.FAILED and record["attempts"]:
         for text in record["attempts"][-1].get("last_lines") or ():

@@ -15,8 +15,9 @@ from ..format import ago, duration, figure, figures
 from ..run.best import best
 from ..run.record import Attempt, Record
 from ..run.run_folder import Run, seconds_of
-from ..run.spec import Spec
+from ..run.spec import Spec, spec_of
 from ..run.states import COPY, CREATED, FAILED, FINISHED, INTERRUPTED, QUEUED, RUNNING, STOPPED
+from ..supervise import programs
 from . import time_spent
 
 COLUMNS = ("name", "state", "step", "ranks", "started", "result")
@@ -93,10 +94,10 @@ def facts(run: Run, record: Record, spec: Spec) -> list[tuple[str, Any]]:
     sent, found, top = record.get("wandb") or {}, best(run, spec.best_by), ""
     if found is not None:
         top = "; ".join(filter(None, [f"step {found.step}, {found.metric} {figure(found.value)}", found.warning]))
-    fork = record.get("forked_from")
+    fork, program = record.get("forked_from"), programs.of(spec)
     return [
         ("owner", f"{record['owner']}; you can only read this run" if record.get("owner") else None),
-        ("script" if record.get("script") else "task", _code(record)),
+        (program.name, program.source(spec)),
         ("step", f"{_done(record)}  epoch {record['epoch']}" if record.get("total_steps") else None),
         ("result", _figures(record)),
         ("weights", record.get("weights_sha256")),
@@ -116,10 +117,6 @@ def facts(run: Run, record: Record, spec: Spec) -> list[tuple[str, Any]]:
     ]
 
 
-def _code(record: Record) -> Any:
-    return record.get("script") or record.get("task_source") or record.get("task")
-
-
 def next_command(record: Record) -> str:
     """Return what a user can type next for a run in this state; '' if nothing.
 
@@ -128,13 +125,12 @@ def next_command(record: Record) -> str:
     """
     if record.get("owner"):  # it belongs to another user
         return ""
-    name, is_script = shlex.quote(record["name"]), bool(record.get("script"))
+    name, spec = shlex.quote(record["name"]), spec_of(record, {})
+    program = programs.of(spec)
     watch = f"watch: train logs {name} --follow"
     resume = f"train resume {name}" + (" on each machine" if record.get("cluster") else "")
-    source = record.get("task_source")
-    new_code = f"; with changed code: train launch {shlex.quote(source)}" if source and not is_script else ""
-    field = "early_stopping.patience" if record.get("reason") else "epochs"
-    weights = f"weights: train export {name} --to {name}.safetensors; train more: train resume {name} --{field} N"
+    changed, more = program.new_code(spec), program.train_more(record["name"], record.get("reason") or "")
+    new_code = f"; with changed code: {changed}" if changed else ""
     commands = {
         CREATED: watch,
         QUEUED: watch,
@@ -143,7 +139,7 @@ def next_command(record: Record) -> str:
         INTERRUPTED: f"continue: {resume}",
         COPY: f"adopt and continue: {resume} (this executes the code in the run folder)",
         FAILED: f"look: train logs {name}; try again: {resume}{new_code}",
-        FINISHED: "" if is_script else weights,
+        FINISHED: f"weights: train export {name} --to {name}.safetensors; train more: {more}" if more else "",
     }
     return commands.get(record["state"], "")
 
@@ -164,8 +160,8 @@ def story(run: Run, record: Record, spec: Spec) -> str:
     for label, value in facts(run, record, spec):
         line(label, value)
     lines += _attempts(record)
-    if record.get("script"):
-        line("steps redone", "-")  # known only to the script
+    if not programs.of(spec).reports_steps(record["attempts"]):
+        line("steps redone", "-")
         line("time lost", "-")
         return _wrapped(lines)
     line("data", record.get("data_wait"))
@@ -185,7 +181,7 @@ def _attempts(record: Record) -> list[str]:
     lines = []
     for attempt in record["attempts"]:
         ranks = f"{attempt['world_size']} rank{'s' if attempt['world_size'] != 1 else ''}"
-        made, end = _made(attempt, bool(record.get("script"))), end_of(attempt, record["state"])
+        made, end = _made(attempt), end_of(attempt, record["state"])
         lines.append(f"  attempt {attempt['number']:<4} {made}, {ranks}, {with_reason(end, attempt.get('reason'))}")
         lines += [f"    | {text}" for text in attempt.get("edited") or ()]
     if record["attempts"] and record["state"] in (FAILED, INTERRUPTED, COPY):
@@ -204,9 +200,9 @@ def _skipped(run: Run, counts: dict[str, int]) -> str:
     return f"{', '.join(parts)} could not be read; see: {run.folder / 'skipped.jsonl'}" if parts else ""
 
 
-def _made(attempt: Attempt, is_script: bool) -> str:
-    """Return the steps of an attempt; for a script, how long it ran."""
-    if is_script:
+def _made(attempt: Attempt) -> str:
+    """Return the steps of an attempt; if they are unknown, how long it ran."""
+    if not programs.knows_steps(attempt):
         began, ended = seconds_of(attempt["started"]), seconds_of(attempt.get("ended"))
         return f"ran {duration(ended - began)}" if began and ended else f"started {_ago(attempt['started'])}"
     first, last = attempt["from_step"] or 0, attempt.get("to_step")

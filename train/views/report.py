@@ -23,6 +23,7 @@ from ..run.durable import check_target, published, read_bytes
 from ..run.record import Record
 from ..run.run_folder import Run, now, seconds_of
 from ..run.spec import Spec, spec_of
+from ..supervise import programs
 from . import listing, settings, time_spent
 from .plot import LOSS, LR, MOST_MEASURES, SPEED, STEP, TITLES, WAIT, Curves, draw, measures
 
@@ -87,10 +88,13 @@ def html(run: Run, record: Record) -> str:
     template = Path(__file__).with_name("report.html").read_text(encoding="utf-8")
     environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True, finalize=_printable)
     environment.filters |= {"duration": duration, "moment": _moment, "end_of": listing.end_of}
-    account = time_spent.of_run(run, record)
+    account, program = time_spent.of_run(run, record), programs.of(spec)
     content: dict[str, Any] = {
         "run": run.name,
         "record": record,
+        "program": program,
+        "has_steps": program.reports_steps(record["attempts"]),
+        "command_line": program.command_line(spec),
         "account": account,
         "parts": parts(account),
         "verdict": time_spent.verdict(account, record),

@@ -11,6 +11,7 @@ from .. import config as configuration
 from .. import screen
 from ..errors import shortened
 from ..run.spec import Spec
+from ..supervise import programs
 
 _MOST = 4
 """Maximum number of fields in the label of a run."""
@@ -70,6 +71,6 @@ def differing(runs: Sequence[tuple[Spec, int | None]]) -> list[str]:
 
 
 def _compared(spec: Spec, ranks: int | None) -> dict[str, Any]:
-    code = spec.task_source or spec.task or spec.script
+    code = programs.of(spec).source(spec)
     values = spec.used_config | {"task": Path(code).stem if code else None, "ranks": ranks}
     return {name: value for name, value in values.items() if not name.startswith(("log.", "watch."))}

@@ -14,6 +14,7 @@ from ..run import heartbeat
 from ..run.record import Attempt, Record, Times
 from ..run.run_folder import Run, seconds_of
 from ..run.states import COPY, CREATED, INTERRUPTED, QUEUED, RUNNING
+from ..supervise import programs
 
 PARTS = {
     "compute": ("computing", "Forward, backward and optimizer, and the engine's work between them."),
@@ -127,7 +128,8 @@ def time_spent(record: Record, now: float, seen: float, saved: int) -> TimeSpent
             next_from = saved if is_last else attempts[place + 1].get("from_step")
             _training(found, attempt, seconds, before, None if lives or before == "finished" else next_from)
         else:
-            parts["unknown" if record.get("script") else "lost" if before == "died" else "start"] += seconds
+            part = "lost" if before == "died" else "start"
+            parts[part if programs.knows_steps(attempt) else "unknown"] += seconds
     ended = now if record["state"] == CREATED and not attempts else seconds_of(record.get("ended"))
     parts["start" if before != "died" else "lost"] += clock.to(ended)
     found.notes += _notes(record, attempts)
@@ -194,8 +196,9 @@ def _notes(record: Record, attempts: list[Attempt]) -> list[str]:
     notes = []
     ready = [attempt for attempt in attempts if attempt.get("ready")]
     noted = [found for attempt in ready if (found := measured(attempt)) is not None]
-    if record.get("script"):
-        notes.append("a script: only it knows how it spent its time, and which steps it trained again")
+    program = programs.of_record(record)
+    if not program.reports_steps(attempts):
+        notes.append(f"a {program.name}: only it knows how it spent its time, and which steps it trained again")
     elif len(noted) < len(ready):
         notes.append("an attempt recorded no times: it ran an earlier release, or died too soon")
     if any(times["communication"] is None for times in noted):

@@ -20,10 +20,11 @@ from train.checkpoint.buffers import SnapshotMemory
 from train.launcher import checks
 from train.launcher.request import Request
 from train.run import folders, run_folder
+from train.run.spec import read_spec
 from train.signals import StopRequest
 from train.supervise.attempts import Supervisor
 from train.supervise.decide import LaunchMode
-from train.supervise.ranks import Ranks
+from train.supervise.ranks import TaskRanks
 from train.trainer.load import load_trained
 from train.zygote.client import Zygote
 
@@ -36,7 +37,7 @@ SPREAD = {"parallel__strategy": "fsdp"}
 HYBRID = {"parallel__strategy": "hsdp", "parallel__shard_size": 2}
 
 
-class Keeping(Ranks):
+class Keeping(TaskRanks):
     """Ranks as an agent has them, with memory beside them. The fault meets `times` attempts."""
 
     def __init__(
@@ -96,7 +97,7 @@ class Kept:
         assert lock is not None
         processes = Keeping(run, lock, ranks, self.engine.zygote, fault, times, between)
         try:
-            self.code = Supervisor(run, processes, LaunchMode.LAUNCHED, StopRequest(())).keep()
+            self.code = Supervisor(run, read_spec(run), processes, LaunchMode.LAUNCHED, StopRequest(())).keep()
         finally:
             lock.release()
             assert processes.memory is not None

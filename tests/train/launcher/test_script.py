@@ -76,8 +76,8 @@ def test_a_script_gets_its_arguments_logs_per_rank_and_is_restarted_after_a_kill
     station = shared_station
     snapshot = station.folder / "kill.pt"
     done = station.ok(
-        "launch", "--script", "ddp.py", "--name", "again", "--nproc", 2, "--", snapshot, 40, "0.05", "--optim.lr", "3",
-        "--", "-h",
+        "launch", "--script", "ddp.py", "--name", "again", "--nproc", 2, "--max-restarts", 1, "--",
+        snapshot, 40, "0.05", "--optim.lr", "3", "--", "-h",
     )  # fmt: skip
     assert done.stdout == "again\n"
     station.wait("again", lambda record: snapshot.exists() and len(record["pids"].get("ranks", [])) == 2, "a snapshot")

@@ -166,7 +166,7 @@ def test_looking_whether_a_run_lives_does_not_keep_others_from_taking_the_lock(r
 def test_a_recorded_running_without_a_process_is_shown_as_interrupted(run: Run) -> None:
     lock = run.acquire()
     assert lock is not None
-    assert run.begin_attempt(2) == 1
+    assert run.begin_attempt(2, 0) == 1
     assert run.state() == states.RUNNING
     lock.release()
     assert run.state() == states.INTERRUPTED and "train resume" in run.read_effective()["reason"]
@@ -232,9 +232,9 @@ def test_a_removed_run_leaves_nothing_and_a_living_one_stays(run: Run) -> None:
 
 
 def test_attempts_are_counted_and_keep_how_they_ended(run: Run) -> None:
-    run.begin_attempt(2)
+    run.begin_attempt(2, 0)
     run.end_attempt("died", "rank 1 died of SIGKILL", last_lines=["its last words"])
-    assert run.begin_attempt(3) == 2
+    assert run.begin_attempt(3, 0) == 2
     assert run.note_ready(7)
     run.end_attempt(states.FINISHED, "", states.FINISHED)
     record = run.read()
@@ -248,12 +248,12 @@ def test_attempts_are_counted_and_keep_how_they_ended(run: Run) -> None:
 
 
 def test_an_attempt_that_nobody_survived_is_known_by_the_last_signs_of_life_of_its_ranks(run: Run) -> None:
-    run.begin_attempt(2)
+    run.begin_attempt(2, 0)
     assert run.note_ready(3)
     for rank, step in ((0, 5), (1, 4)):
         heartbeat.Heart(run.logs(1) / f"rank{rank}.beat").beat(heartbeat.TRAINING, step)
     (run.folder / ".run.json.123").write_text("{")  # the kill hit in the middle of a write
-    run.begin_attempt(2)
+    run.begin_attempt(2, 0)
     first = run.read()["attempts"][0]
     assert (first["end"], first["to_step"]) == ("died", 5)
     assert first["started"] <= first["ended"] <= run_folder.now()
@@ -261,20 +261,20 @@ def test_an_attempt_that_nobody_survived_is_known_by_the_last_signs_of_life_of_i
 
 
 def test_an_attempt_came_as_far_as_the_memory_of_another_machine_says(run: Run) -> None:
-    run.begin_attempt(2)
+    run.begin_attempt(2, 0)
     run.note_ready(0)
     run.update(step=502)
     run.end_attempt("died", "killed")
-    run.begin_attempt(2)
+    run.begin_attempt(2, 0)
     run.end_attempt("died", "nobody came")  # it made no step
-    run.begin_attempt(2)
+    run.begin_attempt(2, 0)
     run.note_ready(502)
     run.end_attempt("died", "killed")
-    run.begin_attempt(2)
+    run.begin_attempt(2, 0)
     run.note_ready(503)
     assert [attempt["to_step"] for attempt in run.read()["attempts"]] == [502, 0, 503, None]
     run.end_attempt("stopped", "")
-    run.begin_attempt(2)
+    run.begin_attempt(2, 0)
     run.note_ready(500)  # memory is gone, a checkpoint is left: what was made twice was made
     assert [attempt["to_step"] for attempt in run.read()["attempts"]] == [502, 0, 503, 503, None]
 

@@ -100,9 +100,9 @@ def test_a_stopped_run_of_an_earlier_release_was_stopped_by_its_user(tmp_path: P
 def test_a_run_that_was_not_stopped_was_stopped_by_nobody(tmp_path: Path) -> None:
     run = folders.create(tmp_path, "a", {}, {"state": states.FAILED, "reason": "the task says: (train stop)"})
     assert run.read()["stopped_by"] is None
-    run.begin_attempt(1)
+    run.begin_attempt(1, 0)
     run.end_attempt(states.STOPPED, "", states.STOPPED, stopped_by=signals.USER)
-    run.begin_attempt(1)
+    run.begin_attempt(1, 0)
     assert run.read()["stopped_by"] is None
 
 

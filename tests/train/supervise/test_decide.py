@@ -12,7 +12,7 @@ import pytest
 from train import signals
 from train.nodes.node_reports import merged, report_of
 from train.run.outcome import Kind, Outcome
-from train.supervise import memory
+from train.supervise import memory, programs
 from train.supervise.decide import Asked, Decision, Facts, LaunchMode, decide, who_died
 
 pytestmark = pytest.mark.never_forgiven
@@ -35,7 +35,10 @@ BUSY = TRACEBACK + "RuntimeError: can't start new thread\n"
 
 def facts(mode: LaunchMode, outcomes: tuple[Outcome, ...] = (), **more: Any) -> Facts:
     """Of a run `a` on two ranks that may be started again three times."""
-    given: dict[str, Any] = {"name": "a", "ranks": 2, "max_restarts": 3, "healthy_minutes": 10.0, "refused_at": "8 GiB"}
+    given: dict[str, Any] = {
+        "name": "a", "program": programs.TASK, "ranks": 2, "max_restarts": 3, "healthy_minutes": 10.0,
+        "refused_at": "8 GiB",
+    }  # fmt: skip
     return Facts(mode=mode, outcomes={each.rank: each for each in outcomes}, **given | more)
 
 
@@ -43,8 +46,9 @@ def died(rank: int, reason: str, recurs: bool, at: float = 1.0) -> Outcome:
     return Outcome(rank, Kind.DIED, reason=reason, recurs=recurs, time=at)
 
 
-def of_script(**more: Any) -> Facts:
-    return facts(LAUNCHED, is_script=True, **more)
+def of_script(outcomes: tuple[Outcome, ...] = (), **more: Any) -> Facts:
+    """Of a script, which by default is never started again."""
+    return facts(LAUNCHED, outcomes, program=programs.SCRIPT, **{"max_restarts": 0} | more)
 
 
 finished = Outcome(0, Kind.FINISHED, 9, figures={"weights_sha256": "ab", "epoch": 1})
@@ -180,20 +184,50 @@ ENDS: list[tuple[str, Facts, dict[str, Any]]] = [
     ("a script raises on train stop",
      of_script(asked=USER, exits={0: 1}, logs={0: TRACEBACK + "KeyError: 1\n"}, is_ready=False),
      {"state": "stopped", "reason": "stopped (train stop); the script ended by itself on SIGTERM, with code 1"}),
-    ("a script raises", of_script(exits={1: 1}, logs={1: TRACEBACK + "ValueError: bad shape\n"}),
-     {"end": "died", "state": "failed", "reason": "rank 1: ValueError: bad shape (exited with code 1)", "rank": 1}),
-    ("a peer of it has noticed first",
-     of_script(exits={0: 1}, logs={0: TRACEBACK + LOST + "\n", 1: TRACEBACK + "ValueError: bad\n"}),
-     {"state": "failed", "reason": "rank 1: ValueError: bad"}),
-    ("a script is killed", of_script(exits={0: 1, 1: KILL}, logs={0: TRACEBACK + "ValueError: bad\n"}),
-     {"state": None, "why": "rank 1 died of SIGKILL", "again": True}),
-    ("a peer is lost", of_script(exits={0: 1}, logs={0: TRACEBACK + LOST + "\n"}), {"state": None, "again": True}),
-    ("a script dies again and again", of_script(exits={0: KILL}, deaths=3),
-     {"state": "failed", "reason": "died 4 times before it had run 10 minutes: rank 0 died of SIGKILL"}),
-    ("memory is refused to a script", of_script(exits={0: ABRT}, logs={0: REFUSED_MEMORY}),
+    ("a script is refused by itself, at a stop too", of_script(asked=USER, exits={0: 2}, is_ready=False),
+     {"state": "stopped", "reason": "stopped (train stop); the script ended by itself on SIGTERM, with code 2"}),
+    ("a script leaves with a code", of_script(exits={1: 1}, logs={1: TRACEBACK + "ValueError: bad shape\n"}),
+     {"end": "died", "state": "failed", "reason": "rank 1 exited with code 1; see: train logs a --rank 1", "rank": 1}),
+    ("a script is killed", of_script(exits={0: 1, 1: KILL}), {"state": "failed", "reason": "rank 1 died of SIGKILL"}),
+    ("a script is killed that may be restarted", of_script(exits={0: 1, 1: KILL}, max_restarts=2),
+     {"state": None, "why": "rank 1 died of SIGKILL", "again": True, "deaths": 1,
+      "message": "rank 1 died of SIGKILL; restarting (1 of 2 without progress)"}),
+    ("a script raises that may be restarted", of_script(exits={0: 1}, max_restarts=2, deaths=1),
+     {"state": None, "why": "rank 0 exited with code 1; see: train logs a --rank 0", "again": True, "deaths": 2}),
+    ("a script dies again and again", of_script(exits={0: KILL}, deaths=2, max_restarts=2),
+     {"state": "failed", "reason": "died 3 times before it had run 10 minutes: rank 0 died of SIGKILL"}),
+    ("a script ran well before it died", of_script(exits={0: KILL}, deaths=2, max_restarts=2, progress=True),
+     {"again": True, "deaths": 1}),
+    ("a script ran well, but may not be restarted", of_script(exits={0: KILL}, progress=True),
+     {"state": "failed", "reason": "rank 0 died of SIGKILL", "again": False}),
+    ("a script refuses its arguments", of_script(exits={0: 2, 1: KILL}, max_restarts=9),
+     {"state": "failed", "rank": 0,
+      "reason": "rank 0 exited with code 2, so it is not restarted; see: train logs a --rank 0"}),
+    ("a rank that was ended because of another is not the first",
+     of_script(exits={0: TERM, 1: 3}), {"reason": "rank 1 exited with code 3; see: train logs a --rank 1"}),
+    ("memory is refused to a script", of_script(exits={0: ABRT}, logs={0: REFUSED_MEMORY}, max_restarts=9),
      {"state": "failed",
       "reason": f"rank 0: out of memory (what(): std::bad_alloc): 8 GiB; {memory.ADVICE} (died of SIGABRT){CHECK}"}),
-    ("a hang of a script", of_script(hang="no output"), {"why": "no output", "again": True}),
+    ("the kernel kills a script for memory", of_script(exits={1: KILL}, killed_at="1 GiB", max_restarts=9),
+     {"state": "failed", "reason": f"out of memory: rank 1 was killed at 1 GiB; {memory.ADVICE}{CHECK}"}),
+    ("a machine is too busy for a script", of_script(exits={0: 1}, logs={0: BUSY}, max_restarts=9),
+     {"again": True, "wait": 2.0, "why": "rank 0: RuntimeError: can't start new thread (exited with code 1)"}),
+    ("the last words of a script name a likely cause",
+     of_script(exits={0: 1}, logs={0: TRACEBACK + "OSError: [Errno 28] No space left on device\n"}),
+     {"state": "failed",
+      "reason": "rank 0 exited with code 1; see: train logs a --rank 0; likely a full disk, or a limit of it: train "
+      "doctor --only 'room on disk,folder of runs'"}),
+    ("a hang of a script", of_script(hang="no output"), {"state": "failed", "reason": "no output"}),
+    ("a hang of a script that may be restarted", of_script(hang="no output", max_restarts=1),
+     {"why": "no output", "again": True}),
+    ("a script whose ranks cannot be started", of_script(exits={0: 1}, problem="can't start new thread"),
+     {"state": "failed", "reason": "the ranks cannot be started: can't start new thread"}),
+    ("a script that reports like a task: it finished", of_script(outcomes=(finished,)),
+     {"state": "finished", "figures": {"weights_sha256": "ab", "epoch": 1, "step": 9}}),
+    ("it stopped", of_script(outcomes=(stopped,), asked=USER),
+     {"state": "stopped", "reason": "stopped after step 5 (train stop)"}),
+    ("it raised", of_script(outcomes=(died(1, "ValueError: bad", True),), exits={1: 1}, max_restarts=3),
+     {"state": "failed", "reason": "rank 1: ValueError: bad"}),
 ]  # fmt: skip
 
 

@@ -185,7 +185,7 @@ def test_a_rank_may_compile_longer_than_it_may_be_silent(
     waits, works = (heartbeat.Heart(run.logs(1) / f"rank{rank}.beat") for rank in range(2))
     waits.beat(heartbeat.TRAINING, 3)  # in a collective, for the other one
     works.beat(getattr(heartbeat, phase), 3)
-    watch = TaskHealth(run, run.logs(1), [0, 1], kill=lambda *_: None)
+    watch = TaskHealth(run.read_config(), run.logs(1), [0, 1], kill=lambda *_: None)
     until = time.monotonic() + 0.4
     while time.monotonic() < until:
         watch.look([1, 2], [1, 2], {}, is_stopping)

@@ -17,9 +17,10 @@ from tests.train.conftest import lives
 from tests.waiting import eventually
 from train.errors import Refused
 from train.run import folders, states
+from train.run.spec import read_spec
 from train.signals import POLITE
 from train.supervise import diagnose
-from train.supervise.ranks import Ranks, flight_recorder
+from train.supervise.ranks import TaskRanks, flight_recorder
 from train.zygote.client import Zygote
 
 pytestmark = pytest.mark.never_forgiven
@@ -286,8 +287,8 @@ def test_a_fork_that_the_machine_has_no_room_for_is_told_as_passing(
 
     real = zygote.fork
     monkeypatch.setattr(zygote, "fork", fork)
-    ranks = Ranks(run, lock, 2, zygote)
-    ranks.start(run.begin_attempt(2))
+    ranks = TaskRanks(run, read_spec(run), lock, 2, zygote)
+    ranks.start(run.begin_attempt(2, 0))
     eventually("all ranks have ended", ranks.wait)
     lock.release()
     assert diagnose.is_busy(ranks.problem) and ranks.exits == {0: 1}
