@@ -15,6 +15,7 @@ from typing import Any, Protocol, cast
 
 from ..errors import Refused, one_line, whole
 from ..run import folders, states
+from ..run.record import Record
 from ..run.run_folder import Run
 from ..supervise.timeouts import WAIT_MINUTES
 
@@ -101,8 +102,8 @@ class Engine(Protocol):
     def render(self, asked: Submission) -> str:
         """Return the text of SCRIPT."""
 
-    def submit(self, run: Run) -> str:
-        """Hand SCRIPT to the engine. Returns a short text about the new job.
+    def submit(self, run: Run, record: Record) -> str:
+        """Hand SCRIPT in the folder of a run to the engine. Returns a short text about the new job.
 
         Raises:
             Refused: the engine refused it, or its answer was lost.
@@ -115,17 +116,17 @@ class Engine(Protocol):
             Refused: the engine does not answer.
         """
 
-    def stop(self, run: Run, job: JobStatus, now: bool) -> None:
+    def stop(self, run: Run, record: Record, job: JobStatus, now: bool) -> None:
         """Ask a job to end. A running job saves first, unless `now`. Called repeatedly until the job is over."""
 
-    def logs(self, run: Run, rank: int, since: str | None = None) -> list[str] | None:
+    def logs(self, record: Record, rank: int, since: str | None = None) -> list[str] | None:
         """Return the command that prints the output of a rank; None: the output is in the run folders of the nodes.
 
         Args:
             since: follow the output, starting at this time; '': from the start.
         """
 
-    def remove(self, run: Run) -> str:
+    def remove(self, record: Record) -> str:
         """Remove everything that the engine has of a run. Returns a line about what stays, or ''."""
 
 

@@ -106,12 +106,12 @@ def _hand_over(run: Run, undo: Callable[[], None]) -> str:
     record = run.read()
     taker, name = engine_of(record), record["submitted"]["engine"]
     try:
-        message = taker.submit(run)
+        message = taker.submit(run, record)
     except BaseException as error:
         try:
             job = taker.jobs(record["submitted"]["at"]).get(record["submission"])
             if job is None or not isinstance(error, Refused):  # or Ctrl-C
-                taker.remove(run)
+                taker.remove(record)
         except Refused as silence:
             problem = f"{error}; whether {name} has {run.name} is not known ({silence})"
             run.note(reason=problem)
@@ -214,19 +214,18 @@ def poll(run: Run, tell: Tell) -> tuple[Record, bool]:
     return with_job_status(record, jobs), jobs is not None and (job is None or job.is_over)
 
 
-def _job_of(run: Run) -> JobStatus | None:
-    """Return the job of a run; None: the engine has none that is still active.
+def _job_of(record: Record) -> JobStatus | None:
+    """Return the job of a submitted run; None: the engine has none that is still active.
 
     Raises:
         Refused: the engine does not answer.
     """
-    record = run.read()
     name = record["submitted"]["engine"]
     try:
         job = engine_of(record).jobs(record["submitted"].get("at")).get(str(record.get("submission")))
     except Refused as error:
         raise Refused(
-            f"{name} does not answer here ({error}), and {run.name} was submitted to it; go to where it does"
+            f"{name} does not answer here ({error}), and {record['name']} was submitted to it; go to where it does"
         ) from None
     return None if job is None or job.is_over else job
 
@@ -242,8 +241,8 @@ def stop(run: Run, now: bool, tell: Tell) -> tuple[int, str]:
 
     with run.handing_over():  # wait until a submission is complete
         pass
-    while (job := _job_of(run)) is not None:
-        engine_of(run.read()).stop(run, job, now)
+    while (job := _job_of(record := run.read())) is not None:
+        engine_of(record).stop(run, record, job, now)
         time.sleep(_ASK_EVERY)
     run.clear_stop()
     record = status(run, tell)
@@ -269,14 +268,15 @@ def resume(run: Run, flags: dict[str, str]) -> str:
     with run.handing_over():  # two resumes at once would make two jobs
         if status(run, lambda _: None)["state"] == states.FINISHED and not gives_more(flags):
             return ""
-        if (job := _job_of(run)) is not None:
+        if (job := _job_of(run.read())) is not None:
             raise Refused(f"{run.name} already has a job: {job.text}; first: train stop {run.name}")
         content, path = engines.read(run.folder), run.folder / engines.FILE
         before = path.read_text(encoding="utf-8")
         lock = run.acquire()
         if lock is None:
             raise Refused(f"{run.name} is running; see: train show {run.name}")
-        was = {name: run.read().get(name) for name in ("state", "reason", "stopped_by", "ended")}
+        record = run.read()  # with the lock: its last process may have written its end since
+        was = {name: record.get(name) for name in ("state", "reason", "stopped_by", "ended")}
         content["changes"] = merge_flags(content["changes"], flags)
         durable.write_atomically(path, json.dumps(content, indent=1) + "\n")
         run.update(state=states.CREATED, reason="being submitted", stopped_by=None, ended=None)
@@ -309,7 +309,7 @@ def without_job(run: Run) -> Iterator[None]:
         yield
         return
     with run.handing_over():
-        if record["state"] not in (states.FINISHED, states.FAILED) and (job := _job_of(run)) is not None:
+        if record["state"] not in (states.FINISHED, states.FAILED) and (job := _job_of(record)) is not None:
             raise Refused(f"{run.name} still has a job: {job.text}; first: train stop {run.name}")
         yield
 
@@ -320,7 +320,7 @@ def remove_job(run: Run) -> str:
     if not is_submitted(record):
         return ""
     try:
-        return engine_of(record).remove(run)
+        return engine_of(record).remove(record)
     except Refused:
         # the folder may have been copied to a machine without this engine
         if record["state"] in (states.FINISHED, states.FAILED):

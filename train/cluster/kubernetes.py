@@ -16,6 +16,7 @@ from typing import Any
 
 from ..errors import Refused, one_line
 from ..run import environment, states
+from ..run.record import Record
 from ..run.run_folder import Run
 from .engine import CONFIG, FILE, TASK, JobStatus, Submission, call, template
 
@@ -161,18 +162,19 @@ def _pairs(flag: str, text: str | None) -> list[tuple[str, str]]:
     return [(name, value) for name, _, value in pairs]
 
 
-def submit(run: Run) -> str:
+def submit(run: Run, record: Record) -> str:
     """Delete what an earlier start left, then create what the pods need, then the TrainJob."""
-    at = _place_of(run)
-    _delete(run, _ALL, "--cascade=foreground", "--wait", seconds=600)
-    _kubectl(at, "create", "--filename=-", given="\n---\n".join(map(json.dumps, _company(run, at.partition("@")[0]))))
+    at = _place_of(record)
+    _delete(record, _ALL, "--cascade=foreground", "--wait", seconds=600)
+    company = _company(run, record["submission"], at.partition("@")[0])
+    _kubectl(at, "create", "--filename=-", given="\n---\n".join(map(json.dumps, company)))
     _kubectl(at, "create", "--filename=-", given=(run.folder / SCRIPT).read_text(encoding="utf-8"))
     return f"trainjob {run.name} in {at.rstrip('@')}"
 
 
-def _company(run: Run, namespace: str) -> list[dict[str, Any]]:
+def _company(run: Run, submission: str, namespace: str) -> list[dict[str, Any]]:
     """Return a ConfigMap of the files that pods read, and a policy that lets only pods of this run connect to them."""
-    labels = {_OURS: "trainstation", _ID: run.read()["submission"]}
+    labels = {_OURS: "trainstation", _ID: submission}
     metadata = {"name": run.name, "namespace": namespace, "labels": labels}
     files = {name: run.folder / name for name in (FILE, TASK, CONFIG) if (run.folder / name).is_file()}
     try:
@@ -237,37 +239,36 @@ def _words(condition: Mapping[str, Any]) -> str:
     return one_line(": ".join(filter(None, (condition.get("reason"), condition.get("message")))))
 
 
-def stop(run: Run, job: JobStatus, now: bool) -> None:
+def stop(run: Run, record: Record, job: JobStatus, now: bool) -> None:
     """Delete the TrainJob. Its pods get SIGTERM, save and end. The checkpoints stay in the claim."""
-    _delete(run, "trainjob", "--cascade=foreground", "--wait=false")
+    _delete(record, "trainjob", "--cascade=foreground", "--wait=false")
     if now:
         pods = ("delete", "pod", f"--selector={_RUN}={run.name}", "--grace-period=1", "--wait=false")
-        _kubectl(_place_of(run), *pods)
+        _kubectl(_place_of(record), *pods)
 
 
-def logs(run: Run, rank: int, since: str | None = None) -> list[str] | None:
+def logs(record: Record, rank: int, since: str | None = None) -> list[str] | None:
     """Return the kubectl command that prints the output of that rank's node."""
-    record = run.read()
     if rank >= record["world_size"]:
-        raise Refused(f"{run.name} has no rank {rank}; give one from 0 to {record['world_size'] - 1}")
-    pods = f"--selector={_RUN}={run.name},{_NODE}={rank // record['nproc']}"
+        raise Refused(f"{record['name']} has no rank {rank}; give one from 0 to {record['world_size'] - 1}")
+    pods = f"--selector={_RUN}={record['name']},{_NODE}={rank // record['nproc']}"
     going_on = [] if since is None else ["--follow", *([f"--since-time={since}"] if since else [])]
-    return _command(_place_of(run), "logs", pods, "--container=node", "--tail=-1", *going_on)
+    return _command(_place_of(record), "logs", pods, "--container=node", "--tail=-1", *going_on)
 
 
-def remove(run: Run) -> str:
+def remove(record: Record) -> str:
     """Delete the TrainJob of a run and everything that belongs to it."""
-    _delete(run, _ALL, "--wait=false")
-    return f"{run.name}: its checkpoints stay in the claim for runs of {_place_of(run)}, under the same name"
+    _delete(record, _ALL, "--wait=false")
+    return f"{record['name']}: its checkpoints stay in the claim for runs of {_place_of(record)}, under the same name"
 
 
-def _delete(run: Run, kinds: str, *options: str, seconds: int = 20) -> None:
-    mine = f"--selector={_ID}={run.read()['submission']}"
-    _kubectl(_place_of(run), "delete", kinds, mine, *options, seconds=seconds)
+def _delete(record: Record, kinds: str, *options: str, seconds: int = 20) -> None:
+    mine = f"--selector={_ID}={record['submission']}"
+    _kubectl(_place_of(record), "delete", kinds, mine, *options, seconds=seconds)
 
 
-def _place_of(run: Run) -> str:
-    return str(run.read()["submitted"].get("at") or NAMESPACE)
+def _place_of(record: Record) -> str:
+    return str(record["submitted"].get("at") or NAMESPACE)
 
 
 def _command(place: str, *arguments: str, seconds: int = 0) -> list[str]:

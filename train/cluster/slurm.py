@@ -17,6 +17,7 @@ from typing import Any
 
 from ..errors import Refused
 from ..run import environment, states
+from ..run.record import Record
 from ..run.run_folder import Run
 from .engine import JobStatus, Submission, call, other_node_folders, template
 
@@ -177,7 +178,7 @@ def _command(asked: Submission, root: Path | None) -> str:
     return f"--container-image={shlex.quote(asked.image)} --container-mounts={mounts} {inside}"
 
 
-def submit(run: Run) -> str:
+def submit(run: Run, record: Record) -> str:
     """Submit the batch script with sbatch."""
     output = call("sbatch", "--parsable", str(run.folder / SCRIPT))
     return f"job {output.strip().partition(';')[0]}"
@@ -199,23 +200,23 @@ def _squeue(form: str, *more: str) -> str:
     return call("squeue", "--noheader", "--me", f"--format={form}", *more, seconds=20.0)
 
 
-def stop(run: Run, job: JobStatus, now: bool) -> None:
+def stop(run: Run, record: Record, job: JobStatus, now: bool) -> None:
     """Ask the ranks to end through the run folder. Cancel a job that waits, or whose run has already ended."""
     wanted = states.NOW if now else states.POLITE
-    if job.state == states.QUEUED or run.read()["state"] not in (states.CREATED, states.RUNNING):
-        remove(run)
+    if job.state == states.QUEUED or record["state"] not in (states.CREATED, states.RUNNING):
+        remove(record)
     elif run.stop_asked() not in (wanted, states.NOW):  # a starting run may miss the first request
         run.ask_stop(wanted)
 
 
-def logs(run: Run, rank: int, since: str | None = None) -> list[str] | None:
+def logs(record: Record, rank: int, since: str | None = None) -> list[str] | None:
     """Return None: the output is in the run folders, which all nodes share."""
     return None
 
 
-def remove(run: Run) -> str:
+def remove(record: Record) -> str:
     """Cancel the job of a run, if it has one."""
-    numbers = _squeue("%i", f"--name={run.name}.{run.read()['submission']}").split()
+    numbers = _squeue("%i", f"--name={record['name']}.{record['submission']}").split()
     if numbers:
         call("scancel", *numbers)
     return ""

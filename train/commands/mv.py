@@ -33,6 +33,6 @@ def run(options: Namespace, runs: Path) -> int:
     if jobs.is_submitted(record) or record.get("cluster"):
         raise Refused(f"{found.name} cannot be renamed: a cluster or other machines know its name; use train fork")
     folders.check_free(found.folder.parent, options.new)
-    note_move(Run(found.folder.rename(found.folder.with_name(options.new))), found.folder)
+    note_move(Run(found.folder.rename(found.folder.with_name(options.new))), record, found.folder)
     screen.say(f"renamed {options.name} to {options.new}")
     return EXIT_FINISHED

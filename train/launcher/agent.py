@@ -134,10 +134,11 @@ def keep(opened: OpenedRun, stop: StopRequest) -> int:
 
     def show() -> None:
         nonlocal place
-        if run.path != place and note_move(run, place):
-            place = run.path
         with contextlib.suppress(OSError, ValueError, Refused):  # the terminal may be gone, or the disk
-            view.update(run.read())
+            now = run.read()
+            if run.path != place and note_move(run, now, place):
+                place = run.path
+            view.update(now)
 
     def say(text: str) -> None:
         with contextlib.suppress(OSError):

@@ -26,6 +26,7 @@ from typing import Any
 from .. import hash_seed, module_runner
 from ..errors import Refused
 from ..run import environment, folders, owner, ownership
+from ..run.record import Record
 from ..run.run_folder import Run
 from ..run.states import FOR_KEEPER, NOW
 from ..zygote import client as zygote
@@ -186,14 +187,14 @@ def _wait(folder: Path, runs: Path, session: str, cancelled: Callable[[], bool])
     return dict(json.loads(answer.read_text(encoding="utf-8")))
 
 
-def note_move(run: Run, before: Path) -> bool:
+def note_move(run: Run, record: Record, before: Path) -> bool:
     """Record that a run was moved: it still counts as started here, and its session gets its new name.
 
     Returns whether the move is recorded.
     """
     changes: dict[str, Any] = {}
+    session = session_of(run.name)
     with contextlib.suppress(Refused):
-        record, session = run.read(), session_of(run.name)
         if ownership.was_started_here(before, record, run.folder):
             changes = ownership.sign(run.path, record)
         is_beside = before.parent.resolve() == run.path.parent.resolve()
@@ -213,9 +214,10 @@ def attach(run: Run) -> None:
         Refused: the run has no terminal, or this process has none.
     """
     run = Run(folders.of_this_machine(run.folder.parent, run.name) / run.name)
-    session = run.read().get("tmux_session")
+    record = run.read_effective()
+    session = record.get("tmux_session")
     if not session or not run.alive() or not _has_session(run.folder.parent, session):
-        raise Refused(f"{run.name} has no terminal now ({run.state()}); see its output: train logs {run.name}")
+        raise Refused(f"{run.name} has no terminal now ({record['state']}); see its output: train logs {run.name}")
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
         raise Refused(f"train attach needs a terminal; over ssh use ssh -t, or: train logs {run.name} --follow")
     environ = {key: value for key, value in os.environ.items() if key != "TMUX"}

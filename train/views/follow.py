@@ -40,16 +40,16 @@ def follow(run: Run, rank: int = 0) -> int:
     shows_log = is_job or programs.of_record(record).shows_log
     view = LiveView(run, sys.stdout if is_job else sys.stderr, show_log=shows_log)
     try:
-        record = _watch_job(run, view, rank) if is_job else _watch(run, view)
+        record = _watch_job(run, record, view, rank) if is_job else _watch(run, record, view)
     except KeyboardInterrupt:
         return _leave_alone(run, view)
     view.close()
     return _tell_end(run, record)
 
 
-def _watch(run: Run, view: LiveView) -> Record:
+def _watch(run: Run, record: Record, view: LiveView) -> Record:
     """Show a run of this station until it ends. Return its final record."""
-    record, show_change = run.read_effective(), _Changes(view.say)
+    show_change = _Changes(view.say)
     while record["state"] in (states.RUNNING, states.CREATED):
         view.update(record)
         if record.get("reason"):  # a running run with a reason waits for other machines
@@ -62,10 +62,10 @@ def _watch(run: Run, view: LiveView) -> Record:
     return record
 
 
-def _watch_job(run: Run, view: LiveView, rank: int) -> Record:
+def _watch_job(run: Run, record: Record, view: LiveView, rank: int) -> Record:
     """Show a submitted run until it has ended. Return its final record."""
-    engine = jobs.engine_of(run.read())
-    is_elsewhere, since = engine.logs(run, rank) is not None, ""
+    engine = jobs.engine_of(record)
+    is_elsewhere, since = engine.logs(record, rank) is not None, ""
     show_change = _Changes(screen.remark)
     while True:
         record, is_over = jobs.poll(run, show_change)
@@ -76,7 +76,7 @@ def _watch_job(run: Run, view: LiveView, rank: int) -> Record:
         if not is_elsewhere:
             view.update(record)
         elif record["state"] == states.RUNNING or (is_over and not since):
-            command = engine.logs(run, rank, since)
+            command = engine.logs(record, rank, since)
             assert command is not None
             # ends with the pods; while they do not exist yet the command fails, and is repeated
             if subprocess.run(command, stderr=subprocess.DEVNULL, check=False).returncode == 0:

@@ -37,7 +37,7 @@ def print_log(run: Run, rank: int, attempt: int | None, go_on: bool) -> int:
     record = run.read()
     if not jobs.is_submitted(record):
         return _print_files(run, rank, attempt, go_on)
-    command = jobs.engine_of(record).logs(run, rank)
+    command = jobs.engine_of(record).logs(record, rank)
     if command is None:
         while go_on and jobs.status(run, lambda _: None)["state"] == states.QUEUED:
             time.sleep(_ASK_EVERY)

@@ -126,5 +126,5 @@ def test_a_run_that_was_edited_is_not_made_the_stations_own_by_a_move(tmp_path: 
     run = folders.create(tmp_path, "a", {"config.toml": "steps = 1\n"}, {})
     (run.folder / "config.toml").write_text("steps = 2\n")
     moved = Run(run.folder.rename(tmp_path / "b"))
-    assert tmux.note_move(moved, run.folder)
+    assert tmux.note_move(moved, moved.read(), run.folder)
     assert not ownership.was_started_here(moved.folder, moved.read())
