@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
@@ -17,7 +17,8 @@ from .. import config as configuration
 from ..checkpoint.extra import Extra
 from ..config import Config
 from ..data import fingerprint as fingerprints
-from ..data.fetch import EVALUATION, TRAINING, fetcher, is_indexed_at_once
+from ..data.fetch import EVALUATION, TRAINING, BadSample, fetcher, is_indexed_at_once
+from ..data.loader import Loader
 from ..data.order import seed_of
 from ..data.plan import MicroBatch, Plan
 from ..data.seeding import seed_host
@@ -252,6 +253,36 @@ def _give_memory(model: nn.Module) -> None:
                 shape = zip(buffer.stride(), buffer.shape, strict=True)
                 if any(step == 0 and size > 1 for step, size in shape):
                     buffers_of(part)[name] = buffer.contiguous()
+
+
+def make_loader(
+    task: Task, config: Config, precision: Precision, train_set: Any, eval_sets: Mapping[str, Any], *,
+    workers: int, left_out: Callable[[Sequence[BadSample]], None], sets_epoch: bool,
+) -> Loader:  # fmt: skip
+    """Return the loader of a task's datasets. It forks, so it has to be made before other threads have work.
+
+    Args:
+        train_set: None: only evaluation sets are loaded.
+        left_out: called with samples that cannot be read, if the config leaves them out. Otherwise they end the run.
+        sets_epoch: whether datasets are told the epoch.
+
+    Raises:
+        Refused: workers cannot open a file that is open here, or the task has started a thread.
+    """
+    return Loader(
+        train_set,
+        eval_sets,
+        collate=task.collate,
+        workers=workers,
+        device=precision.device,
+        dtype=precision.inputs,
+        skipped=left_out if config.data.leaves_out else None,
+        channels_last=config.channels_last,
+        on_device=task.on_device,
+        made_by=task.datasets,
+        keeps=config.data.on_device,
+        sets_epoch=sets_epoch,
+    )
 
 
 def first_samples(

@@ -343,11 +343,6 @@ def check_sync_batchnorm(config: Config, device: torch.device, ranks: int, lengt
         return
     if device.type == "cpu":
         raise Refused("sync_batchnorm works only on GPUs; leave it out")
-    if config.data.leaves_out and ranks > 1:
-        raise Refused(
-            f"sync_batchnorm needs a micro batch on every rank, and --data.on_error {config.data.on_error} may "
-            "leave a rank without one; leave out one of the two"
-        )
     assert isinstance(config.micro_batch_size, int)
     share, rest = config.micro_batch_size * ranks, length % config.batch_size
     if config.batch_size % share or (rest % share and not config.data.drop_last):

@@ -156,7 +156,7 @@ class FSDP(Strategy):
         return contextlib.nullcontext()
 
     def backward(self, value: Tensor | None, weight: float, stats: Tensor | None) -> None:
-        assert value is not None  # data.on_error skip is refused with fsdp
+        assert value is not None  # choose.check has refused to leave out samples
         # weights are made for a sum
         torch.autograd.backward(*self._root(value, weight * self._divisor))
 

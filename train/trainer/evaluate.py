@@ -19,7 +19,6 @@ from ..build.loss import Figure, evaluation_figures
 from ..config import Config
 from ..data import threads
 from ..data.fetch import BadSample
-from ..data.loader import Loader
 from ..data.order import seed_of
 from ..data.plan import MicroBatch, Plan, Sharing, evaluation_micro_batches
 from ..data.seeding import owned, seed_compute
@@ -250,16 +249,13 @@ def evaluate_run(run: Run, spec: Spec, step: int | None) -> tuple[int, int, dict
         log.warning("warning: the data differ from those that %s was trained with: %s", run.name, differs)
     plans = objects.evaluation_plans(config, eval_sets)
     world = World(0, 1, 0, device)
-    skipped = _warn if config.data.leaves_out else None
     workers = config.data.workers or 0
     if workers and (problem := threads.problem()):  # of model(), say: that of a rank starts later
         log.warning("warning: evaluated without data workers: %s", problem)
         workers = 0
-    loader = Loader(
-        None, eval_sets, task.collate, workers, device, precision.inputs, skipped,
-        config.channels_last, task.on_device, task.datasets, config.data.on_device,
-        spec.sets_epoch,
-    )  # fmt: skip
+    loader = objects.make_loader(
+        task, config, precision, None, eval_sets, workers=workers, left_out=_warn, sets_epoch=spec.sets_epoch
+    )
     with loader, objects.refusing(task):
         take_device(device)
         sharing = Sharing()

@@ -212,12 +212,16 @@ def _data(run: Run, task: Task, config: Config, precision: Precision) -> tuple[L
     train_set, eval_sets = objects.make_datasets(task, config)
     plan = objects.plan_of(config, len(train_set))
     evaluations = objects.evaluation_plans(config, eval_sets)
-    skipped = Skipped(run) if config.data.leaves_out else None
-    loader = Loader(
-        train_set, eval_sets, task.collate, config.data.workers or 0, precision.device, precision.inputs, skipped,
-        config.channels_last, task.on_device, task.datasets, config.data.on_device,
-        bool(run.read().get("sets_epoch")),
-    )  # fmt: skip
+    loader = objects.make_loader(
+        task,
+        config,
+        precision,
+        train_set,
+        eval_sets,
+        workers=config.data.workers or 0,
+        left_out=Skipped(run),
+        sets_epoch=bool(run.read().get("sets_epoch")),
+    )
     return loader, plan, evaluations
 
 

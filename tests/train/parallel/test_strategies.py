@@ -352,6 +352,7 @@ def test_a_resume_that_this_model_cannot_do_is_refused_before_a_rank_begins(
         (2, {"parallel.strategy": "fsdp", "parallel.wrap": "Block"}, "has no module of that class; it has"),
         (2, {"parallel.strategy": "ddp", "parallel.wrap": "Linear"}, "is for fsdp and hsdp"),
         (2, {"parallel.strategy": "fsdp", "data.on_error": "skip"}, "skip may leave a rank without a sample"),
+        (2, {"sync_batchnorm": "true", "data.on_error": "skip"}, "skip may leave a rank without one"),
         (2, {"parallel.strategy": "fsdp", "parallel.find_unused_parameters": "true"}, "is for ddp"),
     ],
 )
