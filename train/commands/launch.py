@@ -19,8 +19,8 @@ EXAMPLES = {
     "train launch spirals.py --gpus 2 --epochs 20 --optim.lr 0.01": (
         "Train your own task on two GPUs. Every config field is a flag."
     ),
-    "train launch --script train.py --nproc 2 -- --lr 0.1": (
-        "Start your own torchrun program. Its own arguments follow after --"
+    "train launch --script train.py --nproc 2 --max-restarts 3 -- --lr 0.1": (
+        "Start your own torchrun program, and restart it after a crash. Its own arguments follow after --"
     ),
 }
 

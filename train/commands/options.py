@@ -78,7 +78,7 @@ def add_ranks(parser: Parser) -> None:
     add("--gpus", metavar="N|IDS", help=text)
     text = "Show the progress until the run ends, then exit with its code: 0, 3 or 75."
     add("--follow", action="store_true", help=text)
-    text = "Maximum number of restarts in a row without a newer state; then the run fails. Default: 3."
+    text = "Maximum number of restarts in a row without a newer state; then the run fails. Default: 3; of a script: 0."
     add("--max-restarts", metavar="K", help=text)
 
 
