@@ -136,15 +136,19 @@ def _train(folder: Path, name: str, subject: Subject, settings: small.Settings) 
     """Do what every run does: check, record, train by a rank, keep snapshots, save at the end."""
     flags = {f"task.{key}": str(value) for key, value in vars(settings).items()}
     flags |= {"steps": str(subject.steps), "batch_size": str(subject.batch), "cpu_threads": "1"}
-    prepared = checks.prepare(Request(small.__file__, flags))
-    run = folders.create(folder, name, prepared.files, prepared.record)
+    prepared = checks.prepare(Request(task=small.__file__, flags=flags))
+    run = folders.create(folder, name, files=prepared.files, record=prepared.record)
     lock = run.acquire()
     assert lock is not None  # nobody else knows of it
     zygote = acquire(hash_seed.with_seed(os.environ), (*CHECKS, *RANKS))
     try:
         # as in a launched run, with memory for snapshots
         code = Supervisor(
-            run, read_spec(run), TaskRanks(run, read_spec(run), lock, 1, zygote), LaunchMode.LAUNCHED, StopRequest(())
+            run=run,
+            spec=read_spec(run),
+            ranks=TaskRanks(run, read_spec(run), lock=lock, count=1, zygote=zygote),
+            mode=LaunchMode.LAUNCHED,
+            stop=StopRequest(()),
         ).keep()
     finally:
         zygote.close()

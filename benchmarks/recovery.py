@@ -66,7 +66,9 @@ class Launched:
             "checkpoint.every_steps": str(SAVE_EVERY), "log.every_steps": "1", "log.tensorboard": "false",
         }  # fmt: skip
         request = {"task": perceptron.__file__, "flags": flags}
-        tmux.start(LaunchRequest("new", str(runs), name, request, nproc=str(RANKS), max_restarts=100))
+        tmux.start(
+            LaunchRequest(kind="new", runs=str(runs), name=name, request=request, nproc=str(RANKS), max_restarts=100)
+        )
         self.run = run_folder.Run(runs / name)
 
     def step(self) -> int:

@@ -75,14 +75,16 @@ def _placed(runs: Path, samples: int, step: int) -> Run:
         "log.tensorboard": "false", "log.every_steps": "1", "checkpoint.every_minutes": "0",
         "checkpoint.asynchronous": "false",
     }  # fmt: skip
-    prepared = checks.prepare(Request(virtual.__file__, flags))
-    run = folders.create(runs, f"at-{step}", prepared.files, prepared.record)
+    prepared = checks.prepare(Request(task=virtual.__file__, flags=flags))
+    run = folders.create(runs, f"at-{step}", files=prepared.files, record=prepared.record)
     task = objects.task_of(run, read_spec(run))
     config = objects.config_of(run, task)
     model = objects.make_model(task, config)
     cpu = torch.device("cpu")
-    state = TrainState(model, make_optimizer(task, model, config), Precision("fp32", cpu))
-    Saver(run, World(0, 1, 0, cpu), config, 1, lambda step: None).save(step, state, {})
+    state = TrainState(module=model, optimizer=make_optimizer(task, model, config), precision=Precision("fp32", cpu))
+    Saver(run, World(0, size=1, local_rank=0, device=cpu), config=config, attempt=1, saved=lambda step: None).save(
+        step, state, {}
+    )
     return run
 
 
@@ -92,7 +94,11 @@ def _resumed(run: Run, zygote: Zygote) -> tuple[float, dict[str, Any]]:
     assert lock is not None  # a fresh copy
     began = time.perf_counter()
     code = Supervisor(
-        run, read_spec(run), TaskRanks(run, read_spec(run), lock, 1, zygote), LaunchMode.LAUNCHED, StopRequest(())
+        run=run,
+        spec=read_spec(run),
+        ranks=TaskRanks(run, read_spec(run), lock=lock, count=1, zygote=zygote),
+        mode=LaunchMode.LAUNCHED,
+        stop=StopRequest(()),
     ).keep()
     seconds = time.perf_counter() - began
     lock.release()

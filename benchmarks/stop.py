@@ -86,7 +86,7 @@ def _riding(world: World) -> Callable[[], None]:
         with strategy.micro_batch(0, is_last=True):
             strategy.backward(strategy.compute(lambda model: cross_entropy(model(images), classes)), 1 / RANKS, stats)
         sums = strategy.reduce(stats)
-        strategy.scale_and_clip_gradients(optimizer, None)
+        strategy.scale_and_clip_gradients(optimizer, clip_norm=None)
         strategy.update(optimizer)
         readback.put(None, StepResult({"": sums}, {}, []))
         for _, values, _ in readback.take(everything=False):

@@ -86,7 +86,7 @@ def _main(arguments: list[str]) -> int:
         print(__version__)
         return EXIT_FINISHED
     if command not in COMMANDS:
-        raise Refused(f"unknown command {command}{nearest(command, COMMANDS, '; see: train --help')}")
+        raise Refused(f"unknown command {command}{nearest(command, COMMANDS, otherwise='; see: train --help')}")
     if {"-h", "--help"} & set(rest[: rest.index("--")] if "--" in rest else rest):
         from .commands.parser import parser_of
 

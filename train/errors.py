@@ -125,7 +125,7 @@ def of_encoding(error: UnicodeEncodeError) -> str:
     return f"{shortened(ascii(error.object), 100)} has characters that this locale lacks; set LC_ALL=C.UTF-8"
 
 
-def nearest(word: str, known: Iterable[str], otherwise: str = "", dashes: str = "") -> str:
+def nearest(word: str, known: Iterable[str], *, otherwise: str = "", dashes: str = "") -> str:
     """Return a hint `; did you mean a, b?` with the names nearest to `word`, or `otherwise` if none is near."""
     candidates = sorted(known)
     # if one name is very near, less similar ones would distract

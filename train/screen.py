@@ -145,7 +145,7 @@ def has_bar(stream: IO[str]) -> bool:
 class Bar:
     """A progress bar of a run's steps. It shows what fits into the terminal, and always the loss."""
 
-    def __init__(self, name: str, total: int, done: int, stream: IO[str]) -> None:
+    def __init__(self, name: str, total: int, *, done: int, stream: IO[str]) -> None:
         from tqdm import tqdm
 
         self._name, self._stream = printable(name), stream
@@ -153,7 +153,7 @@ class Bar:
             total=total, initial=done, desc=self._name, unit="step", dynamic_ncols=True, miniters=1, file=stream
         )
 
-    def show(self, step: int, total: int, epoch: int | None, loss: str, speed: float) -> None:
+    def show(self, step: int, total: int, *, epoch: int | None, loss: str, speed: float) -> None:
         """Show the progress; step and epoch counted from 1, speed in samples per second."""
         bar, columns = self._bar, width(self._stream) or 80
         figures = f"loss {loss}" if loss else ""

@@ -37,8 +37,10 @@ def main() -> None:
         task, *fields = word.split(",")
         note(f"task {number}")
         try:
-            prepared = checks.prepare(Request(task, FLAGS | dict(field.split("=", 1) for field in fields), ranks=1))
-            run = folders.create(folder, f"run{number}", prepared.files, prepared.record)
+            prepared = checks.prepare(
+                Request(task=task, flags=FLAGS | dict(field.split("=", 1) for field in fields), ranks=1)
+            )
+            run = folders.create(folder, f"run{number}", files=prepared.files, record=prepared.record)
             with mock.patch.object(Loop, "step", watched_step):
                 train_here(run)
             end = "finished"

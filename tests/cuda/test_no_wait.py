@@ -18,7 +18,10 @@ FLAGS: dict[str, Any] = {
     "steps": 5, "batch_size": 8, "micro_batch_size": 4, "cpu_threads": 1, "eval.every_epochs": 0, "precision": "fp32",
     "schedule.warmup_epochs": 0.5,
 }  # fmt: skip
-_MICROS = {(m.step, m.number): m.indices.tolist() for m in micro_batches_of(Plan(20, 8, 4), Sharing(), 3, 5)}
+_MICROS = {
+    (m.step, m.number): m.indices.tolist()
+    for m in micro_batches_of(Plan(length=20, batch_size=8, micro_batch_size=4), Sharing(), first=3, last=5)
+}
 BAD = [_MICROS[3, 0][0], *_MICROS[3, 1], *_MICROS[4, 0], *_MICROS[4, 1]]
 """Of the fourth step a sample and the second micro batch, and all of the fifth."""
 SKIP = {"data.on_error": "skip", "task.bad": " ".join(map(str, BAD))}

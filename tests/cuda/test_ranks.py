@@ -98,7 +98,7 @@ def test_each_rank_makes_the_same_calls_on_its_own_gpu(machine: GpuStation, case
 @functools.cache
 def _first_weights() -> str:
     """The digest of the weights that a run begins with."""
-    task, config = resolve(Request("fake", {}))
+    task, config = resolve(Request(task="fake", flags={}))
     return weights_sha256(weights_of(make_model(task, config, torch.float32)), True)
 
 

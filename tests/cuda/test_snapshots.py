@@ -36,7 +36,7 @@ for parameter in model.parameters():
     parameter.grad = torch.ones_like(parameter)
 optimizer.step()
 extra = Extra({"average": torch.ones(8, device=gpu)}, {"own": nn.BatchNorm1d(5, device=gpu)})
-state = TrainState(model, optimizer, Precision("fp32", gpu), extra)
+state = TrainState(module=model, optimizer=optimizer, precision=Precision("fp32", gpu), extra=extra)
 stream = torch.cuda.Stream(gpu)
 memory = PinnedMemory(mmap.mmap(-1, 1 << 20), gpu, "")
 torch.cuda.set_sync_debug_mode("error")
@@ -103,8 +103,8 @@ from train.supervise.decide import LaunchMode
 
 flags = {"device": "cuda", "steps": "24", "batch_size": "32", "ema.decay": "0.9", "eval.every_epochs": "0",
          "data.workers": "0", "log.tensorboard": "false"}
-prepared = checks.prepare(Request(sys.argv[1], flags, ranks=1))
-run = folders.create(Path(sys.argv[2]), "killed", prepared.files, prepared.record)
+prepared = checks.prepare(Request(task=sys.argv[1], flags=flags, ranks=1))
+run = folders.create(Path(sys.argv[2]), "killed", files=prepared.files, record=prepared.record)
 record = train_forked(run, fault="snapshot.written:4", mode=LaunchMode.LAUNCHED)
 print(record["state"], *(attempt["from_step"] for attempt in record["attempts"]))
 print(*((run.logs(n) / "rank0.log").read_text() for n in range(1, len(record["attempts"]) + 1)), file=sys.stderr)

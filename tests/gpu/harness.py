@@ -162,9 +162,9 @@ def new_run(scale: Scale, task: str, flags: dict[str, Any], ranks: int = 1) -> I
     source = next((str(file) for file in files if file.exists()), task)
     one_card = mock.patch.object(checks, "pick_device", in_rank.first_device)
     with one_card if _share_a_card(ranks) else contextlib.nullcontext():
-        prepared = checks.prepare(Request(source, texts, ranks=ranks))
+        prepared = checks.prepare(Request(task=source, flags=texts, ranks=ranks))
     name = f"{task}-{os.getpid()}-{next(_numbers)}"  # of a process that was ended something may be left
-    run = folders.create(scale.folder, name, prepared.files, prepared.record)
+    run = folders.create(scale.folder, name, files=prepared.files, record=prepared.record)
     try:
         yield run
     finally:
@@ -219,13 +219,13 @@ def train_here(run: Run, stop: StopRequest | None = None) -> None:
     asked = stop or StopRequest(())
 
     def rank(attempt: int) -> Outcome:
-        ends.append(run_rank(run, RankEnv(), attempt, asked, bar=False))
+        ends.append(run_rank(run, RankEnv(), attempt=attempt, stop=asked, bar=False))
         return ends[-1]
 
     lock = run.acquire()
     assert lock is not None
     try:
-        supervise_alone(run, read_spec(run), 1, rank, StopRequest(()))
+        supervise_alone(run, read_spec(run), ranks=1, train=rank, stop=StopRequest(()))
     finally:
         lock.release()
     record = run.read()
@@ -254,12 +254,14 @@ def train_forked(
     assert lock is not None, f"{run.name} is alive"
     changes = [*changes, in_rank.ONE_CARD] if _share_a_card(ranks) else changes
     forking: Any = in_rank.Forking(zygote(), changes) if changes else zygote()
-    processes = TaskRanks(run, read_spec(run), lock, ranks, forking, environ={"TRAIN_FAULT": fault, **environment})
+    processes = TaskRanks(
+        run, read_spec(run), lock=lock, count=ranks, zygote=forking, environ={"TRAIN_FAULT": fault, **environment}
+    )
     try:
         with ThreadPoolExecutor(1) as pool, contextlib.redirect_stderr(io.StringIO()):
             watching = pool.submit(watch, processes)
             watching.add_done_callback(lambda done: run.ask_stop(states.NOW) if done.exception() else None)
-            Supervisor(run, read_spec(run), processes, mode, StopRequest(())).keep()
+            Supervisor(run=run, spec=read_spec(run), ranks=processes, mode=mode, stop=StopRequest(())).keep()
         watching.result()
     finally:
         lock.release()

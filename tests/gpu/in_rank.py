@@ -28,9 +28,9 @@ class Forking:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._zygote, name)
 
-    def fork(self, function: str, arguments: Sequence[Any], *rest: Any, **more: Any) -> int:
+    def fork(self, function: str, arguments: Sequence[Any], **more: Any) -> int:
         given = [self._changes, function, [*arguments]]
-        return self._zygote.fork("tests.gpu.in_rank:begin", given, *rest, **more)
+        return self._zygote.fork("tests.gpu.in_rank:begin", given, **more)
 
 
 def begin(changes: list[str], function: str, arguments: list[Any], files: list[int]) -> None:

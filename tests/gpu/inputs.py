@@ -51,7 +51,16 @@ def _steps(scale: Scale, cycles: int, copies: AsyncCopies | None) -> tuple[float
     batches = [torch.full((_SIZE,), number, dtype=torch.uint8).pin_memory() for number in range(_BATCHES)]
     sums, ends, marks = list[Tensor](), collections.deque[torch.cuda.Event](), list[torch.cuda.Event]()
     for number in range(_BATCHES):
-        batch = prepared(batches[number], 0, scale.place, None, False, None, (), copies)
+        batch = prepared(
+            batches[number],
+            0,
+            device=scale.place,
+            dtype=None,
+            channels_last=False,
+            on_device=None,
+            own=(),
+            copies=copies,
+        )
         torch.cuda._sleep(cycles)
         sums.append(batch.sum(dtype=torch.float64))
         del batch

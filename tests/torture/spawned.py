@@ -59,7 +59,13 @@ def attempt(run: Run, ranks: int, disturb: Disturb | None = None, fault_text: st
     began = time.monotonic()
     number = run.begin_attempt(ranks, run.newest_checkpoint)
     made = TaskRanks(
-        run, read_spec(run), lock, ranks, zygote(), environ={"TRAIN_FAULT": fault_text}, is_foreground=True
+        run,
+        read_spec(run),
+        lock=lock,
+        count=ranks,
+        zygote=zygote(),
+        environ={"TRAIN_FAULT": fault_text},
+        is_foreground=True,
     )
     made.start(number)
     lock.release()

@@ -74,7 +74,7 @@ def train(
         made = zygote(base)
         try:
             files = [nothing.fileno(), out.fileno(), err.fileno()]
-            pid = made.fork("tests.train.forks:main", [command, str(folder)], files, environment)
+            pid = made.fork("tests.train.forks:main", [command, str(folder)], files=files, environ=environment)
             deadline = time.monotonic() + patience
             while pid not in (ended := made.ended(1.0)):
                 if time.monotonic() > deadline:

@@ -26,5 +26,5 @@ def test_active_ports_of_cards_that_the_library_knows_are_used(tmp_path: Path, m
 
 def test_nccl_gets_an_interface_only_without_infiniband() -> None:
     place = ("127.0.0.1", 1)
-    assert address.interfaces(*place, {})[1] == {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "=lo"}
-    assert address.interfaces(*place, {}, infiniband=["mlx5_0:1"])[1] == {"GLOO_SOCKET_IFNAME": "lo"}
+    assert address.interfaces(*place, environ={})[1] == {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "=lo"}
+    assert address.interfaces(*place, environ={}, infiniband=["mlx5_0:1"])[1] == {"GLOO_SOCKET_IFNAME": "lo"}

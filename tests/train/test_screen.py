@@ -103,7 +103,9 @@ def test_tables_and_stories_fit_into_a_narrow_terminal(station: Station) -> None
 
 
 def test_a_folder_with_an_endless_name_takes_no_column_from_the_others(station: Station) -> None:
-    run = folders.create(station.runs, "a", {}, {"world_size": 1, "state": "finished", "metrics": {"loss": 0.5}})
+    run = folders.create(
+        station.runs, "a", files={}, record={"world_size": 1, "state": "finished", "metrics": {"loss": 0.5}}
+    )
     run.folder.rename(run.folder.with_name("n" * 250))
     terminal = Terminal(station, "ls", columns=80)
     assert terminal.end() == 0 and "RANKS" in terminal.output and "loss 0.5000" in terminal.output

@@ -70,8 +70,8 @@ class Engine:
         if "steps" in merged:
             del merged["epochs"]
         texts = {key: str(value) for key, value in merged.items() if value is not None}
-        prepared = checks.prepare(Request(str(task), texts, ranks=ranks))
-        made = folders.create(self.station.runs, name, prepared.files, prepared.record)
+        prepared = checks.prepare(Request(task=str(task), flags=texts, ranks=ranks))
+        made = folders.create(self.station.runs, name, files=prepared.files, record=prepared.record)
         return self.train_run(made, ranks, script, fault)
 
     def resume(self, name: str, ranks: int = 1, script: Iterable[str] = (), **flags: Any) -> dict[str, Any]:
@@ -90,7 +90,7 @@ class Engine:
         texts = {key.replace("__", "."): str(value) for key, value in flags.items()}
         prepared = prepare_fork(self.station.run(of), step, texts, ranks)
         record = prepared.record | {"world_size": ranks}
-        made = folders.create(self.station.runs, name, prepared.files, record, prepared.copies)
+        made = folders.create(self.station.runs, name, files=prepared.files, record=record, copies=prepared.copies)
         return self.train_run(made, ranks, script)
 
     def train_run(self, run: run_folder.Run, ranks: int, script: Iterable[str], fault: str = "") -> dict[str, Any]:
@@ -99,9 +99,17 @@ class Engine:
         assert lock is not None, f"{run.name} is alive"
         try:
             made = TaskRanks(
-                run, read_spec(run), lock, ranks, self.zygote, environ={"TRAIN_FAULT": fault}, is_foreground=True
+                run,
+                read_spec(run),
+                lock=lock,
+                count=ranks,
+                zygote=self.zygote,
+                environ={"TRAIN_FAULT": fault},
+                is_foreground=True,
             )
-            self.code = Supervisor(run, read_spec(run), made, LaunchMode.FOREGROUND, StopRequest(())).keep()
+            self.code = Supervisor(
+                run=run, spec=read_spec(run), ranks=made, mode=LaunchMode.FOREGROUND, stop=StopRequest(())
+            ).keep()
         finally:
             lock.release()
         return run.read_effective() if (run.folder / "run.json").exists() else {}  # a test may have taken it away

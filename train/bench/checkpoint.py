@@ -128,8 +128,8 @@ def _ours(folder: Path, module: nn.Module, optimizer: torch.optim.Optimizer, asy
     config = Config()
     config.checkpoint.asynchronous, config.checkpoint.keep = asynchronous, 1
     device = next(module.parameters()).device
-    saver = Saver(run, World(0, 1, 0, device), config, 1, lambda step: None)
-    state = TrainState(module, optimizer, Precision("fp32", device))
+    saver = Saver(run, World(0, size=1, local_rank=0, device=device), config=config, attempt=1, saved=lambda step: None)
+    state = TrainState(module=module, optimizer=optimizer, precision=Precision("fp32", device))
     saver.prepare(state)
     steps = itertools.count(1 + asynchronous, 2)  # of the one way odd ones, of the other even ones
 

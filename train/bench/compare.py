@@ -67,7 +67,12 @@ def ratio(seconds: list[float], plain: list[float]) -> tuple[float, str]:
 
 
 def _rank(rank: int, size: int, folder: str, ways: dict[str, Any], steps: int, times: int) -> None:
-    blocks = _timed(RankEnv(rank, size, rank, size, f"file://{folder}/store"), ways, steps, times)
+    blocks = _timed(
+        RankEnv(rank=rank, size=size, local_rank=rank, local_size=size, init=f"file://{folder}/store"),
+        ways,
+        steps,
+        times,
+    )
     if rank == 0:
         Path(folder, "blocks.json").write_text(json.dumps(blocks))
 

@@ -131,16 +131,18 @@ def reference(folder: Path) -> Callable[[], Iterator[Any]]:
 
 def ours(folder: Path) -> Callable[[], Iterator[Any]]:
     """Yield the batches of the task `images` as training gets them."""
-    task, config = resolve(Request("images", {"data.root": str(folder)}))
+    task, config = resolve(Request(task="images", flags={"data.root": str(folder)}))
     train_set, _ = task.datasets(config)
-    plan = Plan(len(train_set), BATCH, BATCH)
+    plan = Plan(length=len(train_set), batch_size=BATCH, micro_batch_size=BATCH)
     cpu = torch.device("cpu")
-    loader = Loader(train_set, {}, task.collate, 0, cpu, None, on_device=task.on_device)
+    loader = Loader(train_set, {}, collate=task.collate, workers=0, device=cpu, dtype=None, on_device=task.on_device)
     epochs = iter(range(1_000_000))
 
     def batches() -> Iterator[Any]:
         first = next(epochs) * plan.steps_per_epoch
-        for _, batch in loader.batches(micro_batches_of(plan, Sharing(), first, first + plan.steps_per_epoch)):
+        for _, batch in loader.batches(
+            micro_batches_of(plan, Sharing(), first=first, last=first + plan.steps_per_epoch)
+        ):
             yield batch
 
     return batches

@@ -75,11 +75,11 @@ def measure(folder: Path, request: Request, steps: int) -> tuple[list[float], li
     losses: list[float] = []
     with tempfile.TemporaryDirectory(prefix=".bench-", dir=folder) as name, contextlib.ExitStack() as held:
         record = prepared.record | {"task": str(prepared.task.file)}  # messages name it, and no copy that is gone
-        run = folders.create(Path(name), "lr", prepared.files, record)
+        run = folders.create(Path(name), "lr", files=prepared.files, record=record)
         attempt = run.begin_attempt(1, 0)
         heart = Heart(run.logs(attempt) / "rank0.beat")
         held.enter_context(objects.refusing(prepared.task))
-        job, _ = setup.set_up(run, RankEnv(), attempt, StopRequest(()), False, heart, held)
+        job, _ = setup.set_up(run, RankEnv(), attempt=attempt, stop=StopRequest(()), bar=False, heart=heart, held=held)
         peak = float(job.optimizer.param_groups[0]["lr"]) * rate_scale(job.config)
         job.task = dataclasses.replace(
             job.task, schedule=lambda step, total, _: FIRST / peak * (LAST / FIRST) ** (step / max(total - 1, 1))

@@ -225,7 +225,13 @@ def training_step(
     """
     spread = make(world, Config(parallel=parallel), precision)
     optimizer = torch.optim.SGD(spread.place(network).parameters(), lr=0.01)
-    update = Update("", lambda model, batch: cross_entropy(model(batch[0]), batch[1]), optimizer, 1, "the loss")
+    update = Update(
+        name="",
+        loss=lambda model, batch: cross_entropy(model(batch[0]), batch[1]),
+        optimizer=optimizer,
+        every=1,
+        what="the loss",
+    )
     update.strategy = spread
     spread.start()
     return functools.partial(update.make_alone, samples, len(samples[1]), micros)

@@ -22,7 +22,7 @@ def freeze(model: nn.Module, patterns: str) -> None:
         if not any(fnmatchcase(name, pattern) for name in known):
             raise Refused(
                 f"--freeze {pattern}: the model has no parameter or module of that name"
-                + nearest(pattern, known, f"; it has {', '.join(name for name, _ in model.named_children())}")
+                + nearest(pattern, known, otherwise=f"; it has {', '.join(name for name, _ in model.named_children())}")
             )
     for name, parameter in parameters.items():
         if matches(name, wanted):

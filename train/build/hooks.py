@@ -104,7 +104,7 @@ class Hooks:
         module, world = strategy.module, strategy.world
         self._task, self._strategy, self._module, self._config, self._world = task, strategy, module, config, world
         self.average = Average(module, config) if config.ema.decay is not None else None
-        self._objects = make_objects(task, module, config, world.device)
+        self._objects = make_objects(task, module, config=config, device=world.device)
         self.extra = Extra(self.average.tensors if self.average is not None else {}, self._objects)
         self.are_used = task.after_step is not None or self.average is not None or bool(self._objects)
         """Whether there is anything to do. Otherwise a step pays nothing for it."""
@@ -120,7 +120,7 @@ class Hooks:
         """
         if self._task.after_step is not None:
             seed = seed_of(self._config.seed, step)
-            seed_compute(seed, self._world.device, "after_step", self._generators)
+            seed_compute(seed, self._world.device, tag="after_step", own=self._generators)
             trained = [parameter.requires_grad for parameter in self._module.parameters()]
             with torch.no_grad():
                 self._task.after_step(self._module, step, self._objects)

@@ -277,7 +277,7 @@ def _skipped(names: list[str], patterns: str) -> set[str]:
         if not matched:
             raise Refused(
                 f"--init.skip {pattern}: neither the file nor the model has such a name"
-                + nearest(pattern, names, f"; they have {_listed(names)}")
+                + nearest(pattern, names, otherwise=f"; they have {_listed(names)}")
             )
         found |= matched
     return found

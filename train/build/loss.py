@@ -84,8 +84,8 @@ def figure(value: Any, samples: int, what: str) -> Figure:
 
 
 def training_loss(
-    function: Callable[[nn.Module, Any], Any], compute: Callable[[Callable[[nn.Module], Tensor]], Tensor], batch: Any,
-    samples: int, what: str,
+    function: Callable[[nn.Module, Any], Any], compute: Callable[[Callable[[nn.Module], Tensor]], Tensor], *,
+    batch: Any, samples: int, what: str,
 ) -> Figure:  # fmt: skip
     """Compute the loss of a batch, to be differentiated.
 
@@ -112,7 +112,7 @@ def training_loss(
 
 
 def evaluation_figures(
-    task: Task, model: nn.Module, inference: nn.Module, batch: Any, samples: int
+    task: Task, model: nn.Module, *, inference: nn.Module, batch: Any, samples: int
 ) -> dict[str, Figure]:
     """Compute the loss and the metrics of a batch, by name, the loss first.
 

@@ -54,7 +54,13 @@ def task_of(run: Run, spec: Spec) -> Task:
         raise Refused(f"{run.folder / 'task.py'} is missing; put the task's copy back")
     code = copies.of_run(run, spec)
     try:
-        return load("task.py", run.path / "task.py", code.beside, owner.read(run, "task.py"), code.seen_as)
+        return load(
+            "task.py",
+            file=run.path / "task.py",
+            beside=code.beside,
+            source=owner.read(run, "task.py"),
+            seen_as=code.seen_as,
+        )
     except Refused as error:
         if not code.are_copies:
             raise
@@ -142,7 +148,7 @@ def _instead_of(dataset: Any) -> str:
     )
 
 
-def fingerprint(task: Task, config: Config, train_set: Any, eval_sets: Mapping[str, Any]) -> dict[str, Any]:
+def fingerprint(task: Task, config: Config, *, train_set: Any, eval_sets: Mapping[str, Any]) -> dict[str, Any]:
     """The fingerprint of a run's data: the task's own, or one of its datasets.
 
     Raises:
@@ -154,7 +160,7 @@ def fingerprint(task: Task, config: Config, train_set: Any, eval_sets: Mapping[s
     return call(task, "a look at the datasets", fingerprints.of_sets, config.data.root, own, train_set, eval_sets)
 
 
-def data_differs(run: Run, task: Task, config: Config, train_set: Any, eval_sets: Mapping[str, Any]) -> str:
+def data_differs(run: Run, task: Task, *, config: Config, train_set: Any, eval_sets: Mapping[str, Any]) -> str:
     """Return how these data differ from those that a run started with; '' if they do not, or if that is not known.
 
     Raises:
@@ -163,7 +169,7 @@ def data_differs(run: Run, task: Task, config: Config, train_set: Any, eval_sets
     then = fingerprints.recorded(run.folder)
     if then is None or then["format"] != fingerprints.FORMAT:
         return ""
-    found = fingerprints.differences(then, fingerprint(task, config, train_set, eval_sets))
+    found = fingerprints.differences(then, fingerprint(task, config, train_set=train_set, eval_sets=eval_sets))
     more = f"; and {len(found) - _NAMED} more differences" if len(found) > _NAMED else ""
     return one_line("; ".join(found[:_NAMED]) + more)
 
@@ -196,7 +202,7 @@ def make_model(task: Task, config: Config, weights: torch.dtype = torch.float32)
     return model.double() if weights == torch.float64 else model
 
 
-def make_objects(task: Task, model: nn.Module, config: Config, device: torch.device) -> dict[str, Any]:
+def make_objects(task: Task, model: nn.Module, *, config: Config, device: torch.device) -> dict[str, Any]:
     """Return the objects of the task's stateful(), with modules on the device. Seeded.
 
     Raises:
@@ -256,7 +262,7 @@ def _give_memory(model: nn.Module) -> None:
 
 
 def make_loader(
-    task: Task, config: Config, precision: Precision, train_set: Any, eval_sets: Mapping[str, Any], *,
+    task: Task, *, config: Config, precision: Precision, train_set: Any, eval_sets: Mapping[str, Any],
     workers: int, left_out: Callable[[Sequence[BadSample]], None], sets_epoch: bool,
 ) -> Loader:  # fmt: skip
     """Return the loader of a task's datasets. It forks, so it has to be made before other threads have work.
@@ -286,7 +292,7 @@ def make_loader(
 
 
 def first_samples(
-    task: Task, config: Config, precision: Precision, dataset: Any, count: int = 0, name: str = TRAINING
+    task: Task, config: Config, *, precision: Precision, dataset: Any, count: int = 0, name: str = TRAINING
 ) -> Any:
     """Return a batch of the first samples of a dataset. A small dataset is repeated.
 
@@ -299,7 +305,7 @@ def first_samples(
 
     def is_readable(index: int) -> bool:
         with contextlib.suppress(Exception):
-            fetch(MicroBatch(0, 0, np.array([index]), config.seed))
+            fetch(MicroBatch(step=0, number=0, indices=np.array([index]), seed=config.seed))
             return True
         return False
 
@@ -307,8 +313,15 @@ def first_samples(
     if config.data.leaves_out:
         found = list(itertools.islice(filter(is_readable, found), wanted)) or found
     indices = np.resize(np.array(list(itertools.islice(found, wanted))), wanted)
-    batch = fetch(MicroBatch(0, 0, indices, config.seed))
-    return prepared(batch, config.seed, precision.device, precision.inputs, config.channels_last, task.on_device)
+    batch = fetch(MicroBatch(step=0, number=0, indices=indices, seed=config.seed))
+    return prepared(
+        batch,
+        config.seed,
+        device=precision.device,
+        dtype=precision.inputs,
+        channels_last=config.channels_last,
+        on_device=task.on_device,
+    )
 
 
 def call(task: Task, what: str, function: Callable[..., T], *arguments: Any) -> T:
@@ -350,14 +363,24 @@ def plan_of(config: Config, length: int) -> Plan:
             f"--batch_size {config.batch_size}; lower it, or leave out --data.drop_last"
         )
     is_even = config.micro_batches == "even"
-    return Plan(length, config.batch_size, config.micro_batch_size, config.seed, config.data.drop_last, is_even)
+    return Plan(
+        length=length,
+        batch_size=config.batch_size,
+        micro_batch_size=config.micro_batch_size,
+        seed=config.seed,
+        drop_last=config.data.drop_last,
+        is_even=is_even,
+    )
 
 
 def evaluation_plans(config: Config, eval_sets: Mapping[str, Any]) -> dict[str, Plan]:
     """Return how each evaluation set is cut, and how much of it is evaluated."""
     size, limit = config.micro_batch_size, config.eval.limit_batches * config.batch_size
     assert isinstance(size, int)
-    return {name: Plan(len(one), config.batch_size, size, config.seed, limit=limit) for name, one in eval_sets.items()}
+    return {
+        name: Plan(length=len(one), batch_size=config.batch_size, micro_batch_size=size, seed=config.seed, limit=limit)
+        for name, one in eval_sets.items()
+    }
 
 
 def total_steps(config: Config, plan: Plan) -> int:

@@ -73,7 +73,7 @@ def _arguments(optim: Optim, known: dict[str, Any]) -> dict[str, Any]:
         if name in ("lr", "weight_decay"):
             raise Refused(f"--optim.args.{name} has its own field; use --optim.{name}")
         if name not in known or name in _NOT_TAKEN:
-            there = nearest(name, known, f"; there are {', '.join(sorted(known.keys() - _NOT_TAKEN))}")
+            there = nearest(name, known, otherwise=f"; there are {', '.join(sorted(known.keys() - _NOT_TAKEN))}")
             raise Refused(f"--optim.args.{name}: {optim.name} takes no such argument{there}")
         given[name] = _like(value, known[name], name)
     momentum = "betas" if "betas" in known else "momentum" if optim.name == "sgd" else ""

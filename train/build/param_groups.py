@@ -107,6 +107,6 @@ def _check_options(group: dict[str, Any], options: Collection[str], what: str) -
     for key, value in group.items():
         known = [*_OF_GROUPS, *options]
         if key not in known:
-            raise Refused(f"{what}: unknown key {key!r}{nearest(str(key), known, '; see docs/tasks.md')}")
+            raise Refused(f"{what}: unknown key {key!r}{nearest(str(key), known, otherwise='; see docs/tasks.md')}")
         if key in _OF_GROUPS[1:] and not (isinstance(value, (int, float)) and 0 <= value < math.inf):
             raise Refused(f"{what}: {key} is {value!r}; give a finite number that is not negative")

@@ -70,9 +70,18 @@ def _one_cycle(step: int, total_steps: int) -> float:
     return end + (begin - end) / 2 * (1 + math.cos(math.pi * passed))
 
 
-def factors(task: Task, config: Config, steps_per_epoch: int, total_steps: int) -> Callable[[int], float]:
+class Planned(NamedTuple):
+    """The values that the schedule of a run depends on."""
+
+    config: Config
+    steps_per_epoch: int
+    total_steps: int
+
+
+def factors(task: Task, planned: Planned) -> Callable[[int], float]:
     """Return the function from a step to the factor of the peak rate: the task's schedule(), or that of
     config.schedule."""
+    config, steps_per_epoch, total_steps = planned
     if task.schedule is None:
         return functools.partial(rate_factor, config, steps_per_epoch=steps_per_epoch, total_steps=total_steps)
     own = task.schedule
@@ -101,21 +110,13 @@ def check(task: Task, config: Config, total_steps: int) -> None:
             "--schedule.decay onecycle rises by itself, over 30 % of the steps; leave out --schedule.warmup_epochs"
         )
     with refusing(task, "schedule()"):
-        factors(task, config, 1, total_steps)(0)
+        factors(task, Planned(config, 1, total_steps))(0)
 
 
-class Planned(NamedTuple):
-    """The values that the schedule of a run depends on."""
-
-    config: Config
-    steps_per_epoch: int
-    total_steps: int
-
-
-def moved(task: Task, before: Planned, after: Planned, step: int) -> tuple[float, float] | None:
+def moved(task: Task, *, before: Planned, after: Planned, step: int) -> tuple[float, float] | None:
     """Return the factors of the peak rate in the last step made (counted from 1) and in the next one, if a change of
     the configuration moves the schedule there; else None."""
-    old, new = (factors(task, *planned) for planned in (before, after))
+    old, new = (factors(task, planned) for planned in (before, after))
     alike = [step - 1, *([step] if step < before.total_steps else [])]
     if not step or all(math.isclose(old(at), new(at), rel_tol=1e-6) for at in alike):
         return None
@@ -126,10 +127,10 @@ class Rates:
     """Gives the groups of an optimizer their learning rates, step by step."""
 
     def __init__(
-        self, task: Task, config: Config, optimizer: torch.optim.Optimizer, steps_per_epoch: int, total_steps: int
+        self, task: Task, config: Config, *, optimizer: torch.optim.Optimizer, steps_per_epoch: int, total_steps: int
     ) -> None:
         self._groups = optimizer.param_groups
-        self._factor = factors(task, config, steps_per_epoch, total_steps)
+        self._factor = factors(task, Planned(config, steps_per_epoch, total_steps))
         self._peaks = [group["lr"] * rate_scale(config) for group in self._groups]
         # a task's may be a tensor on a GPU: reading it waits for the GPU, so once and not in every step
         self._logged = float(self._peaks[0])

@@ -29,7 +29,7 @@ from .optimizer import check_optimizer, has_modes, keep_dtypes, make_optimizer
 _KEYS = ("loss", "optimizer", "every")
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(kw_only=True)
 class Update:
     """One update of a step. `spread_updates` adds the strategy that spreads it over ranks."""
 
@@ -73,10 +73,10 @@ class Update:
             number = world.rank * slots + slot  # neighbours: what ordered sums take; else it is all the same
             with strategy.micro_batch(number, is_last):
                 with strategy.precision.autocast():
-                    loss = training_loss(self.loss, strategy.compute, batch, samples, self.what)
+                    loss = training_loss(self.loss, strategy.compute, batch=batch, samples=samples, what=self.what)
                 strategy.backward(loss.value, 1 / (slots * world.size), stats if is_last else None)
         strategy.reduce(stats)
-        strategy.scale_and_clip_gradients(self.optimizer, strategy.config.clip_grad_norm)
+        strategy.scale_and_clip_gradients(self.optimizer, clip_norm=strategy.config.clip_grad_norm)
         strategy.update(self.optimizer)
 
 
@@ -113,7 +113,15 @@ def read_updates(task: Task, model: nn.Module, config: Config) -> list[Update]:
     """
     if task.updates is None:
         assert task.loss is not None
-        return [Update("", task.loss, make_optimizer(task, model, config), 1, f"loss in {task.file}")]
+        return [
+            Update(
+                name="",
+                loss=task.loss,
+                optimizer=make_optimizer(task, model, config),
+                every=1,
+                what=f"loss in {task.file}",
+            )
+        ]
     if strategies.of(config.parallel.strategy).splits_parameters:
         raise Refused(
             f"--parallel.strategy {config.parallel.strategy} makes one update per step, but {task.file} has "
@@ -176,11 +184,11 @@ def _read(name: str, entry: Any, where: str) -> Update:
         raise Refused(f'{where}: {name} needs "optimizer", a torch.optim.Optimizer; got {type(optimizer).__name__}')
     if not isinstance(every, int) or isinstance(every, bool) or every < 1:
         raise Refused(f'{where}: {name} has "every" {every!r}; a whole number of steps, 1 or more')
-    return Update(name, loss, optimizer, every, f"loss of {name} in {where}")
+    return Update(name=name, loss=loss, optimizer=optimizer, every=every, what=f"loss of {name} in {where}")
 
 
 def spread_updates(
-    task: Task, model: nn.Module, config: Config, world: World, precision: Precision
+    task: Task, model: nn.Module, *, config: Config, world: World, precision: Precision
 ) -> tuple[list[Update], torch.optim.Optimizer]:
     """Spread a model, which is on the CPU with its first weights, and prepare its updates. A collective.
 

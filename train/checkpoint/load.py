@@ -34,7 +34,7 @@ Written = list[tuple[str, Any]]
 
 
 def load(
-    folder: Path, module: nn.Module, optimizer: torch.optim.Optimizer | None = None, by_itself: bool = False,
+    folder: Path, module: nn.Module, *, optimizer: torch.optim.Optimizer | None = None, by_itself: bool = False,
     extra: Extra = Extra(), group: Any = None,  # noqa: B008 - of nothing
 ) -> None:  # fmt: skip
     """Read a verified checkpoint into a model and, if given, its fresh optimizer. A collective under several ranks.

@@ -47,7 +47,7 @@ class Saver:
     """
 
     def __init__(
-        self, run: Run, world: World, config: Config, attempt: int, saved: Callable[[int], None], *,
+        self, run: Run, world: World, *, config: Config, attempt: int, saved: Callable[[int], None],
         all_write: bool = True,
     ) -> None:  # fmt: skip
         """

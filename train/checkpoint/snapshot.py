@@ -79,7 +79,7 @@ class Snapshots:
     """One rank's copies."""
 
     def __init__(
-        self, parts: Parts | None, is_on: bool, world: World, fingerprint: str, mark: str,
+        self, parts: Parts | None, *, is_on: bool, world: World, fingerprint: str, mark: str,
         memory_left: Callable[[], int],
     ) -> None:  # fmt: skip
         """
@@ -304,7 +304,7 @@ def newest_common(parts: Parts, world: World) -> int:
     return max(set.intersection(*world.gather(own)), default=0)
 
 
-def read(parts: Parts, world: World, step: int, fingerprint: str) -> Content | None:
+def read(parts: Parts, *, world: World, step: int, fingerprint: str) -> Content | None:
     """Read the copy after a step, on all ranks or on none. A collective.
 
     If a rank cannot use its copy, or the copies are of different attempts, all ranks wipe theirs.
@@ -313,12 +313,12 @@ def read(parts: Parts, world: World, step: int, fingerprint: str) -> Content | N
     marks = world.gather({serialize.mark_of(part, step, fingerprint) for part in own})
     known = set.union(*marks)
     if None in known or len(known) > 1:
-        wipe(parts, world, step, step)
+        wipe(parts, world, first=step, last=step)
         return None
     return serialize.read(parts.all, step)
 
 
-def wipe(parts: Parts, world: World, first: int, last: float = math.inf) -> None:
+def wipe(parts: Parts, world: World, *, first: int, last: float = math.inf) -> None:
     """Invalidate the copies of these steps, on each rank those that it verifies."""
     for part in parts.checked(world):
         part.wipe_steps(first, last)

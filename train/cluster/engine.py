@@ -28,7 +28,7 @@ _LONGEST = 10 * 365 * 86400
 """Seconds that a time limit may have at most. Engines store it in 32 bits."""
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(kw_only=True)
 class Submission:
     """A request to run a task on a cluster."""
 

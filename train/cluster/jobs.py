@@ -60,7 +60,7 @@ def submit(asked: Submission) -> str:
         return taker.render(asked)
     submitted = {"engine": asked.engine, "at": taker.place(asked)}
     record |= {"submission": asked.id, "submitted": submitted, "reason": f"being submitted to {asked.engine}"}
-    run = folders.create(asked.runs, asked.name, files | {taker.SCRIPT: taker.render(asked)}, record)
+    run = folders.create(asked.runs, asked.name, files=files | {taker.SCRIPT: taker.render(asked)}, record=record)
     with run.handing_over():
         message = _hand_over(run, lambda: folders.remove(run))
     return f"{asked.engine}: {message}, from {run.folder / taker.SCRIPT}; see its state: train show {asked.name}"
@@ -71,7 +71,7 @@ def _prepared(asked: Submission) -> tuple[dict[str, str | bytes], dict[str, Any]
     from ..launcher.checks import cut_batch
     from ..launcher.request import Request, resolve
 
-    task, config = resolve(Request(asked.task, asked.flags, asked.config_file))
+    task, config = resolve(Request(task=asked.task, flags=asked.flags, config_file=asked.config_file))
     cut_batch(config, asked.nproc, range(asked.nodes, asked.nodes + 1))
     files: dict[str, str | bytes] = {}
     if not task.is_built_in:
@@ -254,7 +254,7 @@ def stop(run: Run, now: bool, tell: Tell) -> tuple[int, str]:
     if run.read().get("stopped_by") != USER:
         saved = run.newest_checkpoint
         where = f"the last checkpoint is of step {saved}" if saved else "its checkpoints are where its nodes keep them"
-        attempts.record_end(run, states.STOPPED, f"stopped (train stop); {where}", USER)
+        attempts.record_end(run, states.STOPPED, reason=f"stopped (train stop); {where}", by=USER)
     lock.release()
     return stopping.how_it_stands(run.read_effective())
 

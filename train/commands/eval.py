@@ -35,7 +35,7 @@ def run(options: Namespace, runs: Path) -> int:
     run = owner.opened(folders.find(runs, options.name))
     spec = read_spec(run)
     programs.of(spec).check_can("eval", run.name)
-    wanted = best.checkpoint_named(run, spec.best_by, options.checkpoint, screen.remark)
+    wanted = best.checkpoint_named(run, by=spec.best_by, text=options.checkpoint, tell=screen.remark)
     from ..trainer.evaluate import evaluate_run
 
     folders.enter(spec.cwd)

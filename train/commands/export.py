@@ -39,12 +39,12 @@ def run(options: Namespace, runs: Path) -> int:
     run = owner.opened(folders.find(runs, options.name))
     spec = read_spec(run)
     programs.of(spec).check_can("export", run.name)
-    wanted = best.checkpoint_named(run, spec.best_by, options.checkpoint, screen.remark)
+    wanted = best.checkpoint_named(run, by=spec.best_by, text=options.checkpoint, tell=screen.remark)
     from ..trainer.export import export
 
     folders.enter(spec.cwd)
     with screen.results_alone():
-        step = export(run, spec, target, wanted, options.weights == "ema")
+        step = export(run, spec, target, step=wanted, average=options.weights == "ema")
     which = "averaged weights" if options.weights == "ema" else "weights"
     screen.say(f"wrote {options.to}: the {which} of {run.name} after step {step}")
     return EXIT_FINISHED

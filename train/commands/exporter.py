@@ -37,4 +37,4 @@ def run(options: Namespace, runs: Path) -> int:
         raise Refused("--address is empty; give 127.0.0.1 for this machine only")
     from ..monitor.prometheus import serve
 
-    serve(runs, options.address, port, recent)
+    serve(runs, address=options.address, port=port, recent=recent)

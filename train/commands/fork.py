@@ -48,7 +48,9 @@ def run(options: Namespace, runs: Path) -> int:
     if init := next((name for name in options.flags if name.startswith("init.")), None):
         raise Refused(f"--{init}: a fork uses the weights of its checkpoint; for others: train launch TASK --init FILE")
     programs.of(spec).check_can("fork", of.name)
-    step = best.checkpoint_named(of, spec.best_by, options.checkpoint, screen.remark) or of.newest_checkpoint
+    step = (
+        best.checkpoint_named(of, by=spec.best_by, text=options.checkpoint, tell=screen.remark) or of.newest_checkpoint
+    )
     if not step:
         raise Refused(f"{of.name} has no checkpoint yet; see: train show {of.name}")
     name = options.new or folders.fresh_name(runs, of.name)

@@ -50,7 +50,7 @@ def run(options: Namespace, runs: Path) -> int:
     if cluster and not options.name:
         raise Refused("--nnodes needs --name NAME too; give the same name on every machine")
     name = options.name or folders.fresh_name(runs, Path(options.script or options.task).stem)
-    runs = runs_of_node(runs, name, cluster, options.flags, options.config)
+    runs = runs_of_node(runs, name, cluster=cluster, flags=options.flags, config_file=options.config)
     folders.check_free(runs, name)
     launch = LaunchRequest(
         kind="script" if options.script else "new",

@@ -32,4 +32,4 @@ def run(options: Namespace, runs: Path) -> int:
 
     rank = number("rank", options.rank) or 0
     attempt = ALL if options.attempt == "all" else number("attempt", options.attempt, 1)
-    return print_log(folders.find(runs, options.name), rank, attempt, options.follow)
+    return print_log(folders.find(runs, options.name), rank=rank, attempt=attempt, go_on=options.follow)

@@ -89,7 +89,11 @@ def run(options: Namespace, runs: Path) -> int:
         rows = [[value(record, column, repr) for column in columns] for record in records]
         csv.writer(sys.stdout, lineterminator="\n").writerows([columns, *rows])
     else:
-        print(json.dumps(records, indent=1, default=str) if options.json else listing(records, runs, is_part, columns))
+        print(
+            json.dumps(records, indent=1, default=str)
+            if options.json
+            else listing(records, runs=runs, is_part=is_part, columns=columns)
+        )
     return EXIT_FINISHED
 
 
@@ -108,7 +112,7 @@ def _check_names(option: str, names: tuple[str, ...], records: list[Record]) -> 
     known = {*COLUMNS, *_ORDERS, "loss", "owner", *itertools.chain.from_iterable(parts)}
     for name in names if records else ():
         if name not in known:
-            hint = nearest(name, known, "; see: train ls --help")
+            hint = nearest(name, known, otherwise="; see: train ls --help")
             raise Refused(f"{option} {name}: no run here has this column{hint}")
 
 

@@ -224,7 +224,7 @@ def _weights_at(text: str, runs: Path) -> Path:
     run = folders.find(runs, name)
     step = run.newest_checkpoint
     if which:
-        step = best.checkpoint_named(run, read_spec(run).best_by, which, screen.remark) or step
+        step = best.checkpoint_named(run, by=read_spec(run).best_by, text=which, tell=screen.remark) or step
     if not step:
         raise Refused(f"--init {text}: {name} has no checkpoint yet")
     return run.checkpoint(step).absolute()

@@ -129,7 +129,9 @@ class Parser(argparse.ArgumentParser):
             self.add_argument(f"--{plain}", action=_Field, help="known to the task or to torch only")
         if plain not in self.flags:
             known = [action.option_strings[-1][2:] for action in self.flags.values()]
-            raise Refused(f"unknown flag --{plain}{nearest(plain, known, f'; see: {self.prog} --help', '--')}")
+            raise Refused(
+                f"unknown flag --{plain}{nearest(plain, known, otherwise=f'; see: {self.prog} --help', dashes='--')}"
+            )
         return self.flags[plain]
 
     def error(self, message: str) -> NoReturn:

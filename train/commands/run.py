@@ -36,4 +36,4 @@ def run(options: Namespace, runs: Path) -> int:
     check_now(request, runs)
     from ..launcher import foreground
 
-    return foreground.run(runs, options.name, request, spawn)
+    return foreground.run(runs, options.name, request=request, spawn=spawn)

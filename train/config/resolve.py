@@ -36,7 +36,7 @@ _REPLACE = (("steps", "epochs"), ("eval.every_steps", "eval.every_epochs"))
 
 
 def resolve(
-    flags: Mapping[str, str], config_file: str | None, settings: type | None, defaults: Mapping[str, Any],
+    flags: Mapping[str, str], *, config_file: str | None, settings: type | None, defaults: Mapping[str, Any],
     task_file: Path,
 ) -> Config:  # fmt: skip
     """Combine four layers: defaults of the fields, DEFAULTS of the task, --config FILE, flags.
@@ -51,18 +51,18 @@ def resolve(
     _settings_types(settings, task_file)  # refuse annotations that are no types before values
     flat: dict[str, Any] = {"epochs": fields()["epochs"].default}
     flat = layer(dict(defaults), settings, f"DEFAULTS in {task_file}: ", flat)
-    build(flat, settings, f"{task_file}: ", partial=True)
+    build(flat, settings, source=f"{task_file}: ", partial=True)
     if config_file is not None:
         source = f"{config_file}: "
         # check the file alone first, so that a message names the file and not the flags
         flat = layer(flatten(read_toml(Path(config_file)), source), settings, source, flat)
-        build(flat, settings, source, partial=True)
-    config = with_flags(flags, settings, task_file, flat)
+        build(flat, settings, source=source, partial=True)
+    config = with_flags(flags, settings=settings, task_file=task_file, flat=flat)
     check_lasts(config, settings)
     return config
 
 
-def with_flags(flags: Mapping[str, str], settings: type | None, task_file: Path, flat: dict[str, Any]) -> Config:
+def with_flags(flags: Mapping[str, str], *, settings: type | None, task_file: Path, flat: dict[str, Any]) -> Config:
     """Lay flags over these fields.
 
     Raises:
@@ -72,7 +72,7 @@ def with_flags(flags: Mapping[str, str], settings: type | None, task_file: Path,
     known = _types(flags) | own
     for name in flags:
         if name not in known:
-            hint = nearest(name, known, f"; the settings of this task: {', '.join(own)}" if own else "")
+            hint = nearest(name, known, otherwise=f"; the settings of this task: {', '.join(own)}" if own else "")
             raise Refused(f"unknown field --{name}{hint or '; this task has no Settings'}")
     with of_settings("Settings"):
         values = {name: parse_value(name, known[name], text) for name, text in flags.items()}
@@ -110,7 +110,7 @@ def layer(flat: dict[str, Any], settings: type | None, source: str, below: dict[
     flat, known = spread(flat), set(fields()) | own
     for name in filter(lambda name: not is_argument(name), flat):
         if name not in known:
-            raise Refused(f"{source}unknown field {name}{nearest(name, known, '; see: train run --help')}")
+            raise Refused(f"{source}unknown field {name}{nearest(name, known, otherwise='; see: train run --help')}")
     merged = dict(below)
     for pair in _REPLACE:
         given = [name for name in pair if flat.get(name) is not None]
@@ -133,7 +133,7 @@ def check_flags(flags: Mapping[str, str]) -> dict[str, Any]:
     return values
 
 
-def build(flat: dict[str, Any], settings: type | None = None, source: str = "", partial: bool = False) -> Config:
+def build(flat: dict[str, Any], settings: type | None = None, *, source: str = "", partial: bool = False) -> Config:
     """Build the configuration from these values (dotted names) and check each of them. Types are strict.
 
     Args:
@@ -220,7 +220,7 @@ def _from_tree(tree: dict[str, Any], settings: type | None, source: str) -> Conf
         if field.default is None:
             blank[f"task.{field.name}"] = None
     flat = layer(flatten(tree, source), settings, source, blank)
-    return build(flat, settings, source)
+    return build(flat, settings, source=source)
 
 
 def check_lasts(config: Config, settings: type | None) -> None:
@@ -256,7 +256,7 @@ def forbidden_changes(before: dict[str, Any], after: dict[str, Any]) -> list[str
     return [name for name in names if before.get(name, defaults.get(name)) != after.get(name)]
 
 
-def check_changes(before: dict[str, Any], after: dict[str, Any], what: str, way: str = "put it back") -> None:
+def check_changes(before: dict[str, Any], after: dict[str, Any], *, what: str, way: str = "put it back") -> None:
     """Check that no field differs that a resume may not change. Raises Refused: its message begins with `what` and
     ends with `way`."""
     for name in forbidden_changes(before, after):

@@ -107,7 +107,7 @@ class Schedule:
     """Global batch size for which optim.lr was chosen. Used by scaling."""
 
 
-@dataclass(config=_STRICT)
+@dataclass(config=_STRICT, kw_only=True)
 class Parallel:
     strategy: Changeable[StrategyName] = "auto"
     """How ranks share the model. auto: ddp on several ranks, single on one. ddp: each rank has a copy. fsdp: each rank
@@ -203,7 +203,7 @@ class Eval:
     """Maximum number of global batches per evaluation: a random choice of samples, always the same. 0: all."""
 
 
-@dataclass(config=_STRICT)
+@dataclass(config=_STRICT, kw_only=True)
 class Init:
     file: str = ""
     """Weights to start from: a file (.safetensors, or of torch.save), or a run: NAME, NAME@best or NAME@STEP."""
@@ -245,7 +245,7 @@ class Watch:
     """For --script: minutes after which an attempt counts as healthy. The count of restarts then begins again at 0."""
 
 
-@dataclass(config=_STRICT)
+@dataclass(config=_STRICT, kw_only=True)
 class Config:
     epochs: Changeable[Annotated[float, Field(gt=0, le=1e9)] | None] = 10.0
     """Passes over the training data. Fractions are allowed. Replaces steps."""

@@ -97,7 +97,7 @@ class ImageFiles(Dataset[tuple[Tensor, int]]):
     """Image files, each with the number of its class; an item is (uint8 of shape (3, size, size), class)."""
 
     def __init__(
-        self, root: str, samples: list[tuple[str, int]], classes: list[str], size: int, choose: ChooseCrop,
+        self, root: str, *, samples: list[tuple[str, int]], classes: list[str], size: int, choose: ChooseCrop,
         augment: Augment | None = None,
     ) -> None:  # fmt: skip
         """

@@ -84,6 +84,7 @@ class Loader:
         self,
         train_set: Any,
         eval_sets: Mapping[str, Any],
+        *,
         collate: Callable[[list[Any]], Any] | None,
         workers: int,
         device: torch.device,

@@ -24,7 +24,7 @@ _EVALUATION = -1
 """Used as the epoch in the order that chooses the samples of an evaluation."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Plan:
     """How a dataset is cut into epochs, global batches and micro batches. All arithmetic, no state.
 
@@ -85,7 +85,7 @@ class Plan:
         return high - low
 
 
-def micro_batches_of_rank(rank: int, micros: int, world: int, is_ordered: bool = False) -> range:
+def micro_batches_of_rank(rank: int, micros: int, *, world: int, is_ordered: bool = False) -> range:
     """Return which micro batches of a step are a rank's: r, r + W, …; with `is_ordered` neighbours, from ceil(r M / W)
     on.
 
@@ -113,7 +113,10 @@ class Sharing:
         A rank that has none left computes the step's last one again, with weight 0. Each number comes with whether it
         is repeated.
         """
-        own = [(number, False) for number in micro_batches_of_rank(self.rank, micros, self.world, self.is_ordered)]
+        own = [
+            (number, False)
+            for number in micro_batches_of_rank(self.rank, micros, world=self.world, is_ordered=self.is_ordered)
+        ]
         repeated = [(micros - 1, True)] * (math.ceil(micros / self.world) - len(own))
         return (*own, *repeated)
 
@@ -136,7 +139,7 @@ class MicroBatch(NamedTuple):
     """Counted from 0. For an evaluation, the epoch of the last step before it."""
 
 
-def micro_batches_of(plan: Plan, sharing: Sharing, first: int, last: int) -> Iterator[MicroBatch]:
+def micro_batches_of(plan: Plan, sharing: Sharing, *, first: int, last: int) -> Iterator[MicroBatch]:
     """Yield what a rank fetches in steps first <= step < last, in order."""
     chunk_key, chunk = (-1, -1), np.empty(0, dtype=np.int64)
     size = max(_CHUNK // plan.batch_size, 1) * plan.batch_size
@@ -152,10 +155,14 @@ def micro_batches_of(plan: Plan, sharing: Sharing, first: int, last: int) -> Ite
         for number, is_repeated in sharing.computed(-(-(stop - start) // plan.micro_batch_size)):
             low, high = plan.span(number, stop - start)
             indices, seed = chunk[offset + low : offset + high], seed_of(plan.seed, "train", epoch, step, number)
-            yield MicroBatch(step, number, indices, seed, 0, is_repeated, epoch)
+            yield MicroBatch(
+                step=step, number=number, indices=indices, seed=seed, evaluation=0, is_repeated=is_repeated, epoch=epoch
+            )
 
 
-def evaluation_micro_batches(plan: Plan, sharing: Sharing, evaluation: int = 1, epoch: int = 0) -> Iterator[MicroBatch]:
+def evaluation_micro_batches(
+    plan: Plan, sharing: Sharing, *, evaluation: int = 1, epoch: int = 0
+) -> Iterator[MicroBatch]:
     """Yield the micro batches of an evaluation set that a rank fetches: every sample once, in the dataset's order. All
     but the last are full.
 
@@ -171,4 +178,12 @@ def evaluation_micro_batches(plan: Plan, sharing: Sharing, evaluation: int = 1, 
         high = min(low + plan.micro_batch_size, plan.evaluated)
         indices = np.arange(low, high) if chosen is None else chosen[low:high]
         seed = seed_of(plan.seed, "eval", number)
-        yield MicroBatch(0, number, indices, seed, evaluation, is_repeated, epoch)
+        yield MicroBatch(
+            step=0,
+            number=number,
+            indices=indices,
+            seed=seed,
+            evaluation=evaluation,
+            is_repeated=is_repeated,
+            epoch=epoch,
+        )

@@ -36,7 +36,7 @@ _DEEP = 8
 
 
 def why_not_exact(
-    sets: Mapping[str, Any], collate: Callable[[list[Any]], Any] | None, made_by: Callable[..., Any], batch: int,
+    sets: Mapping[str, Any], *, collate: Callable[[list[Any]], Any] | None, made_by: Callable[..., Any], batch: int,
     seed: int,
 ) -> list[str]:  # fmt: skip
     """Return why a run with these datasets would not be exact, as far as a look at a few samples shows.
@@ -85,7 +85,7 @@ def _looked_at(
 ) -> str:  # fmt: skip
     """Return why what is fetched of a set would not be exact; '' if nothing shows it."""
     count = min(batch, _SAMPLES, len(dataset))
-    micro = MicroBatch(0, 0, order(seed, 0, np.arange(count), len(dataset)), seed)
+    micro = MicroBatch(step=0, number=0, indices=order(seed, 0, np.arange(count), len(dataset)), seed=seed)
     items, begun = Items(dataset, collate, False, made_by, name), time.monotonic()
     first = items.gather(micro)
     if first[1] or time.monotonic() - begun > _SLOW:

@@ -49,7 +49,7 @@ def seed_host(seed: int) -> None:
     torch.default_generator.manual_seed(seed & (2**63 - 1))
 
 
-def seed_compute(seed: int, device: torch.device, tag: str = "compute", own: Sequence[Seed] = ()) -> None:
+def seed_compute(seed: int, device: torch.device, *, tag: str = "compute", own: Sequence[Seed] = ()) -> None:
     """Seed every generator that a forward pass may draw from, with other seeds than for fetching.
 
     Args:

@@ -50,6 +50,7 @@ def mapped(value: Any, change: Callable[[Any], Any]) -> Any:
 def prepared(
     batch: Any,
     seed: int,
+    *,
     device: torch.device,
     dtype: torch.dtype | None,
     channels_last: bool,
@@ -68,14 +69,15 @@ def prepared(
         copies.begin()
     if on_device is not None and batch is not None:
         batch = to_device(batch, device, copies=copies)
-        seed_compute(seed, device, "on device", own)
+        seed_compute(seed, device, tag="on device", own=own)
         batch = on_device(batch)
-    return to_device(batch, device, dtype, channels_last, copies)
+    return to_device(batch, device, dtype=dtype, channels_last=channels_last, copies=copies)
 
 
 def to_device(
     batch: Any,
     device: torch.device,
+    *,
     dtype: torch.dtype | None = None,
     channels_last: bool = False,
     copies: AsyncCopies | None = None,

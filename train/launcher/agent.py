@@ -110,7 +110,7 @@ def undo(launch: LaunchRequest, run: Run, lock: Lock) -> None:
 
     if launch.kind == "resume":
         by = KEEPER if launch.by_keeper else USER
-        attempts.record_end(run, states.STOPPED, "stopped (its resume was interrupted)", by)
+        attempts.record_end(run, states.STOPPED, reason="stopped (its resume was interrupted)", by=by)
     lock.release()
     if launch.kind != "resume":
         folders.remove(run)
@@ -146,12 +146,20 @@ def keep(opened: OpenedRun, stop: StopRequest) -> int:
 
     try:
         settings = settings_of(record)
-        nodes = Nodes(run, opened.ranks, settings, opened.listening) if settings is not None else None
-        ranks = program.ranks(run, spec, opened.lock, opened.ranks, opened.zygote, nodes=nodes, say=say)
+        nodes = (
+            Nodes(run, nproc=opened.ranks, settings=settings, listening=opened.listening)
+            if settings is not None
+            else None
+        )
+        ranks = program.ranks(
+            run, spec=spec, lock=opened.lock, count=opened.ranks, zygote=opened.zygote, nodes=nodes, say=say
+        )
         if nodes is not None:
-            code = MultiNodeSupervisor(run, spec, ranks, stop, show, say, nodes).keep()
+            code = MultiNodeSupervisor(run, spec, ranks=ranks, stop=stop, show=show, say=say, nodes=nodes).keep()
         else:
-            code = Supervisor(run, spec, ranks, LaunchMode.LAUNCHED, stop, show, say).keep()
+            code = Supervisor(
+                run=run, spec=spec, ranks=ranks, mode=LaunchMode.LAUNCHED, stop=stop, show=show, say=say
+            ).keep()
     except (OSError, Refused) as error:  # the disk fails or the run folder is gone
         say(f"{run.name} cannot continue: {one_line(error)}")
         return EXIT_FAILED

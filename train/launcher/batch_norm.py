@@ -80,10 +80,10 @@ def _fails(task: Task, config: Config, train_set: object, model: nn.Module, rank
 
     precision = cpu_precision(config)
     try:
-        batch = objects.first_samples(task, config, precision, train_set, count=1)
+        batch = objects.first_samples(task, config, precision=precision, dataset=train_set, count=1)
         with without_compiler(), precision.autocast():
             for update in read_updates(task, model, config):
-                training_loss(update.loss, lambda loss: loss(model), batch, 1, update.what)
+                training_loss(update.loss, lambda loss: loss(model), batch=batch, samples=1, what=update.what)
     except Exception as error:  # any other error is reported better by the run itself
         return _SAID in str(error)
     return False

@@ -165,10 +165,12 @@ def _steps(task: Any, config: Any, rank: int, ranks: int, store: str) -> None:
         free, total = torch.cuda.mem_get_info(device)
         torch.cuda.set_per_process_memory_fraction((1 - _SPARE) * free / total, device)
     precision = Precision(config.precision, device)
-    batch = objects.first_samples(task, config, precision, train_set)
-    world = join(config, RankEnv(rank, ranks, rank, ranks, f"file://{store}"), device)
-    model = setup.arrange(objects.make_model(task, config, precision.weights), config, ranks, compiles=False)
-    updates, _ = spread_updates(task, model, config, world, precision)
+    batch = objects.first_samples(task, config, precision=precision, dataset=train_set)
+    world = join(
+        config, RankEnv(rank=rank, size=ranks, local_rank=rank, local_size=ranks, init=f"file://{store}"), device
+    )
+    model = setup.arrange(objects.make_model(task, config, precision.weights), config, ranks=ranks, compiles=False)
+    updates, _ = spread_updates(task, model, config=config, world=world, precision=precision)
     _hooks = Hooks(task, updates[0].strategy, config)  # an average of the weights takes memory too
     set_training(updates[0].strategy.module, config.freeze)
     for update in updates:

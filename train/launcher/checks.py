@@ -119,7 +119,7 @@ def prepare(request: Request) -> Prepared:
         "warnings": warnings,
         "unused_fields": of_no_use(task, source),
     }
-    data = objects.fingerprint(task, config, found.train_set, found.eval_sets)
+    data = objects.fingerprint(task, config, train_set=found.train_set, eval_sets=found.eval_sets)
     record["not_exact"] = not_exact(task, config, found)
     files: dict[str, str | bytes] = {fingerprint.FACTS: json.dumps(data, indent=1) + "\n"}
     files["config.toml"] = configuration.to_toml(config)
@@ -219,7 +219,9 @@ def not_exact(task: Task, config: Config, found: _Checked) -> list[str]:
     """Return the reasons why a run would not be exact, as far as its first samples show."""
     assert isinstance(config.micro_batch_size, int)
     sets = {TRAINING: found.train_set} | {name or EVALUATION: one for name, one in found.eval_sets.items()}
-    return probe.why_not_exact(sets, task.collate, task.datasets, config.micro_batch_size, config.seed)
+    return probe.why_not_exact(
+        sets, collate=task.collate, made_by=task.datasets, batch=config.micro_batch_size, seed=config.seed
+    )
 
 
 def _record(request: Request, task: Task, samples: int, total: int) -> dict[str, Any]:
@@ -276,14 +278,14 @@ def check_model(task: Task, config: Config, ranks: int, precision: Precision) ->
     if task.inference_model is not None and strategies.of(config.parallel.strategy, ranks).splits_parameters:
         how = config.parallel.strategy
         raise Refused(f"{how} cannot run inference_model() of {task.file}; remove it, or use ddp")
-    choose.check_model(model, config, ranks, precision.device)
+    choose.check_model(model, config=config, size=ranks, device=precision.device)
     objects.inference_model(task, model)
     if config.compile == "blocks":
         wrapped(model, config)
     recompute(model, config.parallel.recompute)
     with without_compiler():
         read_updates(task, model, config)
-    make_objects(task, model, config, torch.device("cpu"))
+    make_objects(task, model, config=config, device=torch.device("cpu"))
     return model
 
 
@@ -334,7 +336,7 @@ def check_metric(
     known = known or [f"{prefix}loss" for prefix in prefixes if task.loss is not None]
     if metric not in known:
         likely = {prefix + metric.rpartition(".")[2] for prefix in prefixes if is_open and metric}
-        names = nearest(metric, likely.union(known), f"; there are: {', '.join(known)}")
+        names = nearest(metric, likely.union(known), otherwise=f"; there are: {', '.join(known)}")
         raise Refused(f"--{field} {text}: no evaluation gives {metric or 'a metric without a name'}{names}")
 
 

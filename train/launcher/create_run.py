@@ -94,7 +94,11 @@ def _create(launch: LaunchRequest, saved: environment.SavedEnvironment) -> Opene
     record = checked.record | _placement(launch, checked, _cluster_of(launch, None))
     record |= {"submission": launch.submission, "max_restarts": restarts}
     files = checked.files | {environment.FILE: environment.to_json(saved)}
-    run = Run(runs / launch.name) if launch.queued else folders.create(runs, launch.name, files, record, checked.copies)
+    run = (
+        Run(runs / launch.name)
+        if launch.queued
+        else folders.create(runs, launch.name, files=files, record=record, copies=checked.copies)
+    )
     lock = run.acquire()
     if lock is None:
         raise Refused(f"{run.name} is running; see: train show {run.name}")
@@ -203,7 +207,7 @@ def _check_variables(cluster: Mapping[str, Any] | None) -> None:
     """Raise Refused for settings with which ranks on several machines could never connect to each other."""
     if cluster:
         place = address.parse(cluster["rendezvous"])
-        variables.check_gloo(os.environ, address.interfaces(address.resolve(place), place.port, {})[0])
+        variables.check_gloo(os.environ, address.interfaces(address.resolve(place), place.port, environ={})[0])
 
 
 def _listen(cluster: Mapping[str, Any] | None) -> socket.socket | None:
@@ -241,7 +245,7 @@ def _check_still_wanted(run: Run, record: Record) -> dict[str, int]:
         raise Refused(f"{run.name} was launched without --max-restarts; only its user starts it again")
     count = resumable.keeper_count(run, record)
     if reason := resumable.why_given_up(record, count):
-        attempts.record_end(run, states.FAILED, reason)
+        attempts.record_end(run, states.FAILED, reason=reason)
         raise Refused(f"{reason}; the keeper does not resume it again")
     return count
 

@@ -76,13 +76,15 @@ def _first_lacking(task: Task, config: Config, train_set: object, model: nn.Modu
 
     found: list[str] = []
     try:
-        batch = objects.first_samples(task, config, cpu_precision(config), train_set, count=_SAMPLES)
+        batch = objects.first_samples(task, config, precision=cpu_precision(config), dataset=train_set, count=_SAMPLES)
         batch = to_device(batch, torch.device("meta"))
         set_training(model.to("meta"), config.freeze)
         with warnings.catch_warnings(action="ignore"), without_compiler(), noting(found):
             for update in read_updates(task, model, config):
                 update.activate()
-                loss = training_loss(update.loss, lambda function: function(model), batch, _SAMPLES, update.what)
+                loss = training_loss(
+                    update.loss, lambda function: function(model), batch=batch, samples=_SAMPLES, what=update.what
+                )
                 loss.value.backward()
     except Exception:  # a task that reads values, for example; the first step then tells
         pass

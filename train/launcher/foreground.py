@@ -32,7 +32,7 @@ _HEARD = 10.0
 """Seconds the other ranks get to read that the run is refused."""
 
 
-def run(runs: Path, name: str | None, request: dict[str, Any], spawn: int | None) -> int:
+def run(runs: Path, name: str | None, *, request: dict[str, Any], spawn: int | None) -> int:
     """Train in the foreground. Returns the exit code.
 
     Args:
@@ -45,16 +45,16 @@ def run(runs: Path, name: str | None, request: dict[str, Any], spawn: int | None
         if spawn is not None:
             raise Refused("torchrun has started the ranks already; leave out --spawn")
         return _under_torchrun(runs, name, Request(**request))
-    launch = LaunchRequest("new", str(runs), name or "", request, nproc=str(spawn or 1))
+    launch = LaunchRequest(kind="new", runs=str(runs), name=name or "", request=request, nproc=str(spawn or 1))
     zygote, checked = check_in_fork(launch)
     name = name or folders.fresh_name(runs, Path(request["task"]).stem)
-    made = folders.create(runs, name, _with_environment(checked.files), checked.record).held()
+    made = folders.create(runs, name, files=_with_environment(checked.files), record=checked.record).held()
     lock = made.acquire()
     assert lock is not None  # the folder is new
     stop = StopRequest((*POLITE, signal.SIGHUP))
     spec = read_spec(made)
-    ranks = TaskRanks(made, spec, lock, checked.ranks, zygote, is_foreground=True)
-    code = Supervisor(made, spec, ranks, LaunchMode.FOREGROUND, stop).keep()
+    ranks = TaskRanks(made, spec, lock=lock, count=checked.ranks, zygote=zygote, is_foreground=True)
+    code = Supervisor(run=made, spec=spec, ranks=ranks, mode=LaunchMode.FOREGROUND, stop=stop).keep()
     zygote.close()
     return code
 
@@ -104,7 +104,7 @@ def _under_torchrun(runs: Path, name: str | None, request: Request) -> int:
             end, code = _rank_of_torchrun(made, attempt, rank_env, stop)
             return end
 
-        supervise_alone(made, read_spec(made), rank_env.size, rank, stop)
+        supervise_alone(made, read_spec(made), ranks=rank_env.size, train=rank, stop=stop)
     except Refused as error:
         _refuse(store, rank_env.size - 1, error)
         with contextlib.suppress(OSError):
@@ -152,7 +152,7 @@ def _rank_of_torchrun(made: Run, attempt: int, rank_env: RankEnv, stop: StopRequ
 
     logs = made.logs(attempt)
     keep_log(logs, rank_env.rank)
-    end = run_rank(made, rank_env, attempt, stop, bar=rank_env.rank == 0 and sys.stderr.isatty())
+    end = run_rank(made, rank_env, attempt=attempt, stop=stop, bar=rank_env.rank == 0 and sys.stderr.isatty())
     if end.kind is Kind.DIED:
         show(end)
     return end, exit_code(logs, rank_env, end)
@@ -171,7 +171,7 @@ def open_under_torchrun(runs: Path, name: str | None, request: Request) -> tuple
     if made is None:
         found = prepare(request)
         record, files = found.record | {"torchelastic": job}, _with_environment(found.files)
-        made = folders.create(runs, name or folders.fresh_name(runs, found.task.file.stem), files, record)
+        made = folders.create(runs, name or folders.fresh_name(runs, found.task.file.stem), files=files, record=record)
     lock = made.acquire(patience=30.0)  # the ranks of the attempt before may still be ending
     if lock is None:
         raise Refused(f"{made.name} is running; see: train show {made.name}")

@@ -53,7 +53,9 @@ def prepare_fork(run: Run, step: int, flags: dict[str, str], ranks: int) -> Prep
     spec = spec_of(record, mine.read_config())
     task = task_of(run, spec)
     before = config_of(run, task)
-    config = configuration.with_flags(flags, task.Settings, task.file, configuration.to_flat(before))
+    config = configuration.with_flags(
+        flags, settings=task.Settings, task_file=task.file, flat=configuration.to_flat(before)
+    )
     if config.optim.name != before.optim.name:
         way = f"start a new run with its weights: --init {run.name}@{step}"
         raise Refused(f"--optim.name {config.optim.name} cannot load the state of {before.optim.name}; {way}")
@@ -113,11 +115,17 @@ def _changed(run: Run, step: int, task: Task, model: nn.Module, before: Config, 
         Refused: the checkpoint does not fit the model, the optimizer or another part of the new configuration.
     """
     after = dataclasses.replace(after, device="cpu", parallel=Parallel())
-    world, precision = World(0, 1, 0, torch.device("cpu")), cpu_precision(after)
-    (update, *_), optimizer = spread_updates(task, model, after, world, precision)
+    world, precision = World(0, size=1, local_rank=0, device=torch.device("cpu")), cpu_precision(after)
+    (update, *_), optimizer = spread_updates(task, model, config=after, world=world, precision=precision)
     new = [dict(group) for group in optimizer.param_groups]
     try:
-        load(run.checkpoint(step), model, optimizer, True, Hooks(task, update.strategy, after).extra)
+        load(
+            run.checkpoint(step),
+            model,
+            optimizer=optimizer,
+            by_itself=True,
+            extra=Hooks(task, update.strategy, after).extra,
+        )
     except ValueError as error:
         raise Refused(f"{error}; start a new run with its weights: --init {run.name}@{step}") from None
     old = [group for update in read_updates(task, model, before) for group in update.optimizer.param_groups]

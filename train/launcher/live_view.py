@@ -67,11 +67,11 @@ class LiveView:
             return
         total = record.get("total_steps")
         if self._bar is None and total and screen.has_bar(self.stream):
-            self._bar = Bar(self.run.name, total, record["step"], self.stream)
+            self._bar = Bar(self.run.name, total, done=record["step"], stream=self.stream)
         if self._bar is not None and total:
             loss, speed = record.get("loss"), record.get("samples_per_s") or 0.0
             text = figure(loss) if loss is not None else ""
-            self._bar.show(record["step"], total, record.get("epoch"), text, speed)
+            self._bar.show(record["step"], total, epoch=record.get("epoch"), loss=text, speed=speed)
         for line in self._metrics.new():
             if metrics.is_evaluation(line):
                 self.say(f"epoch {line['epoch']}  step {line['step']}  {figures(line['eval'])}")

@@ -28,7 +28,7 @@ def warnings(
     """
     before, after = (_planned(config, samples) for config in configs)
     with objects.refusing(task, "schedule()"):
-        factor = moved(task, before, after, step)
+        factor = moved(task, before=before, after=after, step=step)
     if factor is None:
         return []
     peak = _peak(run, task, before)
@@ -72,7 +72,7 @@ def _peak(run: Run, task: Task, planned: Planned) -> float:
     """Return the peak learning rate of the first group, from the run's last line: the task's optimizer may set it."""
     line, fork = last_training(run), run.read().get("forked_from")
     if line is not None and line["step"] > (fork["step"] if fork else 0):
-        factor = factors(task, *planned)(line["step"] - 1)
+        factor = factors(task, planned)(line["step"] - 1)
         if factor and line.get("lr"):
             return line["lr"] / factor
     return _base(planned.config)

@@ -23,7 +23,7 @@ ALONE = range(1, 2)
 """The numbers of machines of a run on one machine."""
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(kw_only=True)
 class Request:
     """What the user asked for, as text. `train launch` sends it to the process that imports torch."""
 
@@ -40,7 +40,7 @@ class Request:
     """Under torchrun on several machines: returns the GPUs of each other rank's machine; an empty list: unknown."""
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(kw_only=True)
 class LaunchRequest:
     """What the agent is to do, in types that JSON has."""
 
@@ -70,7 +70,7 @@ class LaunchRequest:
 
 
 def runs_of_node(
-    runs: Path, name: str, cluster: dict[str, Any] | None, flags: dict[str, str], config_file: str | None
+    runs: Path, name: str, *, cluster: dict[str, Any] | None, flags: dict[str, str], config_file: str | None
 ) -> Path:
     """Return the folder in which a node keeps its part of a new run: --runs itself, or a subfolder if nodes share it.
 
@@ -107,7 +107,13 @@ def resolve(request: Request) -> tuple[Task, Config]:
     from .. import config as configuration
 
     task = load_task(request.task, request.copy)
-    return task, configuration.resolve(request.flags, request.config_file, task.Settings, task.DEFAULTS, task.file)
+    return task, configuration.resolve(
+        request.flags,
+        config_file=request.config_file,
+        settings=task.Settings,
+        defaults=task.DEFAULTS,
+        task_file=task.file,
+    )
 
 
 def load_task(name: str, copy: str | None) -> Task:
@@ -119,4 +125,4 @@ def load_task(name: str, copy: str | None) -> Task:
     if copy is None:
         return load(name)
     source = Path(name).absolute()
-    return load(name, Path(copy), [source.parent], seen_as=source if source.parent.is_dir() else None)
+    return load(name, file=Path(copy), beside=[source.parent], seen_as=source if source.parent.is_dir() else None)

@@ -48,7 +48,7 @@ def check_flags(run: Run, flags: dict[str, str]) -> None:
     before, given = run.read_config(), config.check_flags(flags)
     # a field that is missing in the file may have its default or be none
     after = before | {name: value for name, value in given.items() if name in before}
-    check_changes(before, after, f"cannot change {run.name}", fork_of(run, flags))
+    check_changes(before, after, what=f"cannot change {run.name}", way=fork_of(run, flags))
 
 
 def fork_of(run: Run, flags: dict[str, str]) -> str:

@@ -47,12 +47,12 @@ def prepare_resume(run: Run, flags: dict[str, str], local: int, nodes: range = A
     config = kept = config_of(run, task)
     if flags:
         before = configuration.to_flat(config)
-        config = configuration.with_flags(flags, task.Settings, task.file, before)
-        check_changes(before, configuration.to_flat(config), f"cannot change {run.name}", fork_of(run, flags))
+        config = configuration.with_flags(flags, settings=task.Settings, task_file=task.file, flat=before)
+        check_changes(before, configuration.to_flat(config), what=f"cannot change {run.name}", way=fork_of(run, flags))
     step, manifest, unused = manifests.newest_valid(run)
     if manifest:
         what = f"{run.folder / 'config.toml'} does not fit the checkpoints of {run.name}"
-        check_changes(manifest["config"], configuration.to_flat(config), what)
+        check_changes(manifest["config"], configuration.to_flat(config), what=what)
         if manifest.get("task_sha256") != task.sha256:
             if not task.is_built_in:
                 raise Refused(f"{task.file} has changed since {run.name} started; put the original back")
@@ -134,7 +134,10 @@ def check_data(
     Raises:
         Refused: they are not.
     """
-    differs, then = data_differs(run, task, config, train_set, eval_sets), fingerprint.recorded(run.folder)
+    differs, then = (
+        data_differs(run, task, config=config, train_set=train_set, eval_sets=eval_sets),
+        fingerprint.recorded(run.folder),
+    )
     if differs:
         way = "put them back as they were"
         if then and (hidden := fingerprint.hidden_in(then)):

@@ -36,7 +36,7 @@ def stop(run: Run, now: bool) -> tuple[int, str]:
     if program.reports_steps(record["attempts"]):
         reason += f"; the last checkpoint is of step {run.newest_checkpoint}"
     try:
-        attempts.record_end(run, states.STOPPED, reason, signals.USER)
+        attempts.record_end(run, states.STOPPED, reason=reason, by=signals.USER)
     except OSError as error:
         problem = f"{run.name} has ended, but that cannot be written into its folder ({error.strerror})"
         raise Refused(f"{problem}; fix that, then: train stop {run.name} (or a keeper resumes it)") from None

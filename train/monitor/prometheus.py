@@ -270,7 +270,7 @@ def _is_wanted(record: Record, now: float) -> bool:
     return record["state"] == states.INTERRUPTED or run_status.is_alive(record)
 
 
-def serve(runs: Path, address: str, port: int, recent: int) -> NoReturn:
+def serve(runs: Path, *, address: str, port: int, recent: int) -> NoReturn:
     """Serve until SIGTERM or SIGINT, then exit.
 
     Raises:

@@ -149,7 +149,7 @@ def reached_by(addresses: Iterable[str]) -> str:
 
 
 def interfaces(
-    to: str, port: int, environ: Mapping[str, str], reached: str = "", infiniband: Sequence[str] = ()
+    to: str, port: int, *, environ: Mapping[str, str], reached: str = "", infiniband: Sequence[str] = ()
 ) -> tuple[str, dict[str, str]]:
     """Return the interface that leads to the other machines, and the variables to set for it unless the user has.
 

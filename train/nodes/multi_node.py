@@ -24,10 +24,10 @@ class MultiNodeSupervisor(Supervisor):
     """Keeps the ranks of this machine alive, together with the other machines of the run."""
 
     def __init__(
-        self, run: Run, spec: Spec, ranks: Ranks, stop: signals.StopRequest, show: Callable[[], None],
+        self, run: Run, spec: Spec, *, ranks: Ranks, stop: signals.StopRequest, show: Callable[[], None],
         say: Callable[[str], None], nodes: Nodes,
     ) -> None:  # fmt: skip
-        super().__init__(run, spec, ranks, LaunchMode.LAUNCHED, stop, show, say)
+        super().__init__(run=run, spec=spec, ranks=ranks, mode=LaunchMode.LAUNCHED, stop=stop, show=show, say=say)
         self.nodes = nodes
         self._is_over = False
         """Whether the attempt has ended on another machine first."""
@@ -72,7 +72,9 @@ class MultiNodeSupervisor(Supervisor):
             step = self.run.newest_checkpoint
             saved = f"; the last checkpoint is of step {step}" if step else ""
             reason = f"stopped ({asked.text}) while {waits}{saved}"
-            decision = Decision("stopped", states.STOPPED, reason, reason, asked.by, code=EXIT_STOPPED)
+            decision = Decision(
+                end="stopped", state=states.STOPPED, why=reason, reason=reason, stopped_by=asked.by, code=EXIT_STOPPED
+            )
             is_users = asked.by == signals.USER or self.stop.interrupts > 0
             if is_users and not asked.now:  # otherwise only this machine leaves
                 nodes.ask_stop(asked)
@@ -83,7 +85,7 @@ class MultiNodeSupervisor(Supervisor):
         if nodes.end is None and is_too_late:
             minutes = f"{nodes.settings.wait_minutes:g} minutes"
             reason = f"gave up after {minutes} of {waits}; continue with: train resume {self.run.name}"
-            return Decision("died", None, reason, reason)
+            return Decision(end="died", state=None, why=reason, reason=reason)
         return nodes.end
 
     def begin(self) -> int:

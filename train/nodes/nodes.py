@@ -66,7 +66,7 @@ class Nodes:
         listening: On node 0, the socket to which the other nodes connect.
     """
 
-    def __init__(self, run: Run, nproc: int, settings: Settings, listening: socket.socket | None) -> None:
+    def __init__(self, run: Run, *, nproc: int, settings: Settings, listening: socket.socket | None) -> None:
         self.run, self.settings, self._id = run, settings, uuid.uuid4().hex
         attempts = run.read()["attempts"]
         self._has_ended = bool(attempts and attempts[-1]["end"])
@@ -177,7 +177,9 @@ class Nodes:
         first = list(itertools.accumulate(counts[:-1], initial=0))
         mine = next(place for place, node in enumerate(self._current.nodes) if node["node"] == self.settings.node)
         return [
-            RankEnv(first[mine] + local, sum(counts), local, counts[mine], nodes=len(counts))
+            RankEnv(
+                rank=first[mine] + local, size=sum(counts), local_rank=local, local_size=counts[mine], nodes=len(counts)
+            )
             for local in range(counts[mine])
         ]
 
@@ -214,8 +216,10 @@ class Nodes:
     def _interfaces(self, environ: Mapping[str, str]) -> tuple[str, dict[str, str]]:
         others = self._current.nodes[1:] if self.round is not None and not self.settings.node else []
         reached = address.reached_by(one["to"] for one in others if address.is_mine(one["to"]))
-        place = (self._rendezvous.address, self.settings.place.port)
-        return address.interfaces(*place, environ, reached, self.infiniband)
+        return address.interfaces(
+            self._rendezvous.address, self.settings.place.port, environ=environ, reached=reached,
+            infiniband=self.infiniband,
+        )  # fmt: skip
 
     def names(self) -> list[str]:
         """Return the names of the nodes of the attempt."""
@@ -307,7 +311,7 @@ class Nodes:
         decision = public = decide(facts)
         if facts.leaves and decision.end == "stopped":
             why = self._why_it_leaves(facts)
-            public = Decision("stopped", None, why, again=True, message=why)
+            public = Decision(end="stopped", state=None, why=why, again=True, message=why)
         self._publish(public)
         return decision
 

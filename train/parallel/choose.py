@@ -85,7 +85,7 @@ def _check_skipping(config: Config, strategy: StrategyInfo) -> None:
         )
 
 
-def check_model(model: torch.nn.Module, config: Config, size: int, device: torch.device) -> None:
+def check_model(model: torch.nn.Module, *, config: Config, size: int, device: torch.device) -> None:
     """Check that this many ranks can share a model and add its gradients on this device.
 
     Raises:

@@ -83,7 +83,7 @@ def exchanges(micros: int, world: int, rank: int) -> tuple[Exchange, ...]:
 
     After it, each rank that computes a micro batch of a node holds the node's sum. Every rank holds the root's.
     """
-    shares = [_span(micro_batches_of_rank(other, micros, world, True)) for other in range(world)]
+    shares = [_span(micro_batches_of_rank(other, micros, world=world, is_ordered=True)) for other in range(world)]
     found: list[Exchange] = []
 
     def holders(node: Node) -> list[int]:
@@ -150,7 +150,7 @@ class Ordered(Strategy):
         self._micros = micros
         self._sums: dict[Node, list[Tensor]] = {}
         """Maps a subtree to the sums of its gradients and statistics."""
-        mine = micro_batches_of_rank(self.world.rank, micros, self.world.size, True)
+        mine = micro_batches_of_rank(self.world.rank, micros, world=self.world.size, is_ordered=True)
         self._left = set(mine)
         """Number of micro batches of this rank that are not computed yet."""
         self._own = cover((0, micros), _span(mine)) if micros else []

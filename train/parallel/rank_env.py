@@ -9,7 +9,7 @@ from typing import Any
 from ..errors import Refused, is_whole, one_line, whole
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class RankEnv:
     """Which rank this process is, and where it meets the other ranks."""
 
@@ -42,7 +42,9 @@ def read_rank_env() -> RankEnv:
     try:
         rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         local_rank = int(os.environ.get("LOCAL_RANK", rank))
-        return RankEnv(rank, size, local_rank, int(os.environ.get("LOCAL_WORLD_SIZE", size)))
+        return RankEnv(
+            rank=rank, size=size, local_rank=local_rank, local_size=int(os.environ.get("LOCAL_WORLD_SIZE", size))
+        )
     except ValueError as error:
         raise Refused(f"RANK, WORLD_SIZE and LOCAL_RANK must be numbers: {one_line(error)}") from None
 

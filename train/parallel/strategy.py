@@ -145,7 +145,7 @@ class Strategy:
             return self.world.add(stats.clone())
 
     def scale_and_clip_gradients(
-        self, optimizer: torch.optim.Optimizer, clip_norm: float | None, scale: Tensor | None = None,
+        self, optimizer: torch.optim.Optimizer, *, clip_norm: float | None, scale: Tensor | None = None,
         measures: bool = False,
     ) -> Tensor | None:  # fmt: skip
         """Multiply gradients by a scalar, clip them to a global 2-norm if one is given, and broadcast rank 0's buffers.

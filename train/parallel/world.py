@@ -33,7 +33,14 @@ class World:
     """
 
     def __init__(
-        self, rank: int, size: int, local_rank: int, device: torch.device, nodes: int = 1, local_size: int | None = None
+        self,
+        rank: int,
+        *,
+        size: int,
+        local_rank: int,
+        device: torch.device,
+        nodes: int = 1,
+        local_size: int | None = None,
     ) -> None:
         self.rank, self.size, self.local_rank, self.device, self.nodes = rank, size, local_rank, device, nodes
         self.local_size = size if local_size is None else local_size
@@ -56,7 +63,7 @@ class World:
 
     def of_rank_0(self) -> World:
         """Return rank 0 without the others, for what it does alone."""
-        return World(0, 1, 0, self.device)
+        return World(0, size=1, local_rank=0, device=self.device)
 
     @property
     def is_first(self) -> bool:
@@ -150,6 +157,13 @@ def join(config: Config, rank_env: RankEnv, device: torch.device) -> World:
             timeout=timeout,
             **options,
         )
-    world = World(rank_env.rank, rank_env.size, rank_env.local_rank, device, rank_env.nodes, rank_env.local_size)
+    world = World(
+        rank_env.rank,
+        size=rank_env.size,
+        local_rank=rank_env.local_rank,
+        device=device,
+        nodes=rank_env.nodes,
+        local_size=rank_env.local_size,
+    )
     world.timeout = timeout
     return world

@@ -78,7 +78,7 @@ def facts(run: Run, by: str) -> dict[str, Any]:
     return {"checkpoints": sorted(run.steps_saved()), "best": shown}
 
 
-def checkpoint_named(run: Run, by: str, text: str | None, tell: Callable[[str], None]) -> int | None:
+def checkpoint_named(run: Run, *, by: str, text: str | None, tell: Callable[[str], None]) -> int | None:
     """Return the step that `--checkpoint` means, a number or `best`; None if it was not given.
 
     Args:

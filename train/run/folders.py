@@ -104,6 +104,7 @@ def fresh_name(runs: Path, stem: str) -> str:
 def create(
     runs: Path,
     name: str,
+    *,
     files: dict[str, str | bytes],
     record: dict[str, Any],
     copies: Mapping[str, Path] | None = None,
@@ -177,7 +178,7 @@ def find(runs: Path, name: str) -> Run:
     if not exists:
         names = [other.name for other in every(runs)]
         nothing = "; start one: train launch TASK --name NAME, or name another folder: --runs DIR"
-        hint = nearest(name, names, "; see the names: train ls" if names else nothing)
+        hint = nearest(name, names, otherwise="; see the names: train ls" if names else nothing)
         raise Refused(f"there is no run {shortened(name, 80)} in {runs}{hint}")
     return run
 

@@ -34,7 +34,7 @@ class Kind(enum.StrEnum):
     """Ended by an exception."""
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Outcome:
     """The end of one rank."""
 

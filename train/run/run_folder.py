@@ -316,7 +316,7 @@ class Run:
         return self.note(change, step=step, **values)
 
     def end_attempt(
-        self, end: str, why: str, state: str | None = None, last_lines: list[str] | None = None, **values: Any
+        self, end: str, why: str, *, state: str | None = None, last_lines: list[str] | None = None, **values: Any
     ) -> None:
         """Record why the attempt ended, and the run's state if the run ends with it. Only for supervise/attempts.py.
 

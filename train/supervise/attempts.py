@@ -35,7 +35,7 @@ _TAIL = 1 << 16
 """Bytes to read at the end of a log: progress bars fill much of it."""
 
 
-def record_end(run: Run, state: str, reason: str, by: str | None = None) -> None:
+def record_end(run: Run, state: str, *, reason: str, by: str | None = None) -> None:
     """Record the end of a run that has no process left, as its user or the keeper has decided.
 
     The caller must hold the run's lock.
@@ -74,11 +74,11 @@ def record_decision(run: Run, attempt: int | None, decision: Decision) -> None:
     lines = None
     if decision.end == "died" and decision.rank is not None:
         lines = diagnose.last_lines(tail(run.logs(attempt), decision.rank))
-    run.end_attempt(decision.end, decision.why, decision.state, lines, **values)
+    run.end_attempt(decision.end, decision.why, state=decision.state, last_lines=lines, **values)
 
 
 def supervise_alone(
-    run: Run, spec: Spec, ranks: int, train: Callable[[int], Outcome], stop: signals.StopRequest
+    run: Run, spec: Spec, *, ranks: int, train: Callable[[int], Outcome], stop: signals.StopRequest
 ) -> None:
     """Supervise one attempt under torchrun, in the process that is rank 0.
 
@@ -157,7 +157,7 @@ def pids(ranks: list[int]) -> dict[str, Any]:
     return {"agent": os.getpid(), "ranks": ranks}
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(kw_only=True)
 class Supervisor:
     """Keeps the ranks of one run alive until it ends."""
 

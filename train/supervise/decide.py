@@ -137,7 +137,7 @@ class Judge(Protocol):
         """Return the state (None: interrupted) and the reason of a run whose restarts are used up."""
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Decision:
     """What to record about an attempt and its run, and what follows."""
 
@@ -184,7 +184,9 @@ def decide(facts: Facts) -> Decision:
 def refused(why: str) -> Decision:
     """Return the decision for a node that cannot join its run; the run continues or waits without it."""
     figures = {states.REFUSED: True}
-    return Decision(states.FAILED, states.FAILED, why, why, figures=figures, message=why, code=EXIT_REFUSED)
+    return Decision(
+        end=states.FAILED, state=states.FAILED, why=why, reason=why, figures=figures, message=why, code=EXIT_REFUSED
+    )
 
 
 def _raised(facts: Facts, why: str) -> list[str]:
@@ -198,7 +200,7 @@ def _decide(facts: Facts) -> Decision:
     reported, asked = facts.outcomes.get(0), facts.asked
     if reported is not None and reported.kind is Kind.STOPPED and facts.regroup and not (asked or facts.lost):
         deaths = 0 if facts.progress else facts.deaths
-        return Decision("stopped", None, facts.regroup, again=True, deaths=deaths, message=facts.regroup)
+        return Decision(end="stopped", state=None, why=facts.regroup, again=True, deaths=deaths, message=facts.regroup)
     if reported is not None and reported.kind is not Kind.DIED and not facts.lost:
         return _as_reported(facts, reported)
     if facts.lost and not asked:  # whatever the others report: a run has ended only when all its nodes know how
@@ -209,10 +211,10 @@ def _decide(facts: Facts) -> Decision:
     if is_quiet and asked:
         return _stopped(asked, _how_stopped(facts, asked, None))
     if is_quiet and not facts.program.reports_end(facts):
-        return Decision(states.FINISHED, states.FINISHED, reason="", code=EXIT_FINISHED)
+        return Decision(end=states.FINISHED, state=states.FINISHED, reason="", code=EXIT_FINISHED)
     death = who_died(facts)
     if facts.mode is LaunchMode.TORCHRUN:
-        return Decision("died", None, death.reason, rank=death.rank)
+        return Decision(end="died", state=None, why=death.reason, rank=death.rank)
     fails = death.recurs or (death.is_raised and not death.lacks_gpu and facts.mode is not LaunchMode.LAUNCHED)
     if asked and not (fails and facts.program.reports_end(facts)):
         decision = _stopped(asked, _how_stopped(facts, asked, death))
@@ -221,27 +223,38 @@ def _decide(facts: Facts) -> Decision:
     if facts.mode is LaunchMode.LAUNCHED:
         return _restarted_or_not(facts, death)
     if fails:
-        return Decision(states.FAILED, states.FAILED, death.reason, death.reason, rank=death.rank, message=death.reason)
+        return Decision(
+            end=states.FAILED,
+            state=states.FAILED,
+            why=death.reason,
+            reason=death.reason,
+            rank=death.rank,
+            message=death.reason,
+        )
     reason = f"{death.reason}; continue with: train resume {facts.name}"
-    return Decision("died", None, reason, reason, rank=death.rank, message=reason)
+    return Decision(end="died", state=None, why=reason, reason=reason, rank=death.rank, message=reason)
 
 
 def _as_reported(facts: Facts, reported: Outcome) -> Decision:
     """Decide as rank 0 has reported."""
     if reported.kind is Kind.FINISHED:
         figures = reported.figures | {"step": reported.step}
-        return Decision(states.FINISHED, states.FINISHED, reason=reported.reason, figures=figures, code=EXIT_FINISHED)
+        return Decision(
+            end=states.FINISHED, state=states.FINISHED, reason=reported.reason, figures=figures, code=EXIT_FINISHED
+        )
     if reported.kind is Kind.STOPPED:
         # ranks know only of a signal or of another rank; their supervisor may know who sent it
         asked = facts.asked or Asked(signals.SIGNAL, reported.reason)
         others = "; only this node has left, the run continues" if facts.leaves else ""
         decision = _stopped(asked, f"stopped after step {reported.step} ({asked.text}){others}")
         return dataclasses.replace(decision, figures=reported.figures | {"step": reported.step})
-    return Decision(states.FAILED, states.FAILED, reported.reason, reported.reason)
+    return Decision(end=states.FAILED, state=states.FAILED, why=reported.reason, reason=reported.reason)
 
 
 def _stopped(asked: Asked, reason: str) -> Decision:
-    return Decision(states.STOPPED, states.STOPPED, reason, reason, stopped_by=asked.by, code=EXIT_STOPPED)
+    return Decision(
+        end=states.STOPPED, state=states.STOPPED, why=reason, reason=reason, stopped_by=asked.by, code=EXIT_STOPPED
+    )
 
 
 def _ended_at_once(facts: Facts, asked: Asked) -> Decision:
@@ -270,7 +283,7 @@ def _restarted_or_not(facts: Facts, death: Death) -> Decision:
     """Decide whether an agent restarts a run after this death, or how the run ends."""
     why = death.reason
     deaths = 1 if facts.progress else facts.deaths + 1
-    decision = Decision("died", None, why, rank=death.rank, deaths=deaths)
+    decision = Decision(end="died", state=None, why=why, rank=death.rank, deaths=deaths)
     if death.recurs:
         return dataclasses.replace(decision, state=states.FAILED, reason=why)
     if death.lacks_gpu:  # interrupted: a resume finds out whether the GPUs are back

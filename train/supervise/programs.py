@@ -57,7 +57,7 @@ class Program(abc.ABC):
 
     @abc.abstractmethod
     def ranks(
-        self, run: Run, spec: Spec, lock: Lock, count: int, zygote: Zygote, *, nodes: Peers | None, say: Say
+        self, run: Run, *, spec: Spec, lock: Lock, count: int, zygote: Zygote, nodes: Peers | None, say: Say
     ) -> Ranks:
         """Return the ranks on this machine, not started yet.
 
@@ -170,11 +170,11 @@ class Task(Program):
         return (*CHECKS, *RANKS), CHECKS[-1]
 
     def ranks(
-        self, run: Run, spec: Spec, lock: Lock, count: int, zygote: Zygote, *, nodes: Peers | None, say: Say
+        self, run: Run, *, spec: Spec, lock: Lock, count: int, zygote: Zygote, nodes: Peers | None, say: Say
     ) -> Ranks:
         from .ranks import TaskRanks
 
-        return TaskRanks(run, spec, lock, count, zygote, nodes=nodes)
+        return TaskRanks(run, spec, lock=lock, count=count, zygote=zygote, nodes=nodes)
 
     def first_step(self, newest: int) -> int | None:
         return newest
@@ -268,7 +268,7 @@ class Script(Program):
         return SCRIPT, SCRIPT[-1]
 
     def ranks(
-        self, run: Run, spec: Spec, lock: Lock, count: int, zygote: Zygote, *, nodes: Peers | None, say: Say
+        self, run: Run, *, spec: Spec, lock: Lock, count: int, zygote: Zygote, nodes: Peers | None, say: Say
     ) -> Ranks:
         from .ranks import ScriptRanks
 

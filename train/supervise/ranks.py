@@ -91,7 +91,9 @@ class Ranks(abc.ABC):
         """Start all ranks. If that fails, `problem` says why."""
         self.problem, self._pids, self._codes, self._first = "", {}, {}, {}
         self._first_until, self._signalled = math.inf, set()
-        self.rank_envs = [RankEnv(rank, self.count, rank, self.count) for rank in range(self.count)]
+        self.rank_envs = [
+            RankEnv(rank=rank, size=self.count, local_rank=rank, local_size=self.count) for rank in range(self.count)
+        ]
         if self._nodes is not None:
             self.rank_envs = self._nodes.rank_envs()
         sys.stdout.flush()
@@ -132,8 +134,8 @@ class Ranks(abc.ABC):
                 files = [os.open(os.devnull, os.O_RDONLY), log, log]
                 held.callback(os.close, files[0])
             self._pids[rank_env.rank] = self._zygote.fork(
-                f"train.supervise.worker:{function}", arguments, [*files, self._lock.fd, self.run.fd, *more], environ,
-                after=self._after,
+                f"train.supervise.worker:{function}", arguments, files=[*files, self._lock.fd, self.run.fd, *more],
+                environ=environ, after=self._after,
             )  # fmt: skip
 
     def _has_terminal(self, rank_env: RankEnv) -> bool:
@@ -194,7 +196,7 @@ class TaskRanks(Ranks):
 
     _after = RANKS[-1]
 
-    def __init__(self, run: Run, spec: Spec, lock: Lock, count: int, zygote: Zygote, **more: Any) -> None:
+    def __init__(self, run: Run, spec: Spec, *, lock: Lock, count: int, zygote: Zygote, **more: Any) -> None:
         super().__init__(run, lock, count, zygote, **more)
         self.memory = None if self._is_foreground else snapshot_memory(spec, count)
 
@@ -260,7 +262,7 @@ class ScriptRanks(Ranks):
         with os.fdopen(reader) as answer:
             try:
                 self._store = self._zygote.fork(
-                    "train.supervise.worker:host_store", [], [0, 1, 2, writer], after=SCRIPT[-1]
+                    "train.supervise.worker:host_store", [], files=[0, 1, 2, writer], after=SCRIPT[-1]
                 )
             finally:
                 os.close(writer)

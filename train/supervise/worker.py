@@ -39,7 +39,7 @@ _MEETING = 300
 """Seconds the ranks of several machines get to connect. If one dies before, its node ends the others."""
 
 
-def run_rank(run: Run, rank_env: RankEnv, attempt: int, stop: StopRequest, bar: bool) -> Outcome:
+def run_rank(run: Run, rank_env: RankEnv, *, attempt: int, stop: StopRequest, bar: bool) -> Outcome:
     """Train one rank of a run until it ends. Returns its outcome, which is also written into the logs folder.
 
     Does not print an exception that ends the rank: the outcome contains it.
@@ -54,7 +54,7 @@ def run_rank(run: Run, rank_env: RankEnv, attempt: int, stop: StopRequest, bar: 
             return before
         snapshot = logs / f"rank{rank_env.rank}.memory.pickle"
         why = diagnose.failure_of(error, file if (run.folder / "task.py").exists() else None, snapshot)
-        end = Outcome(rank_env.rank, Kind.DIED, is_of_system=isinstance(error, OSError), **why)
+        end = Outcome(rank=rank_env.rank, kind=Kind.DIED, is_of_system=isinstance(error, OSError), **why)
     if outcome.read(logs, rank_env.rank) is None:
         with contextlib.suppress(OSError):
             outcome.write(logs, end)
@@ -77,7 +77,9 @@ def _train(run: Run, rank_env: RankEnv, attempt: int, stop: StopRequest, bar: bo
 
             address = os.environ.pop(ENVIRONMENT, None)  # for this run only, not for one that its task may start
             snapshot_memory = setup.Memory(address, memory.left) if address else None
-            job, done = setup.set_up(run, rank_env, attempt, stop, bar, heart, held, snapshot_memory)
+            job, done = setup.set_up(
+                run, rank_env, attempt=attempt, stop=stop, bar=bar, heart=heart, held=held, memory=snapshot_memory
+            )
             return conclude(job, train(job, done), attempt)
         except (Refused, TrainingFailed, RuntimeError) as error:
             reason = _reason_of(error, run)
@@ -87,8 +89,8 @@ def _train(run: Run, rank_env: RankEnv, attempt: int, stop: StopRequest, bar: bo
             kind = Kind.REFUSED if isinstance(error, Refused) else Kind.FAILED
             passes = kind is Kind.REFUSED and may_pass(error)  # the disk of its data or its folder does not answer
             return Outcome(
-                rank_env.rank, Kind.DIED if passes else kind, heart.step, reason, recurs=not passes,
-                is_of_system=passes, traceback=traceback.format_exc(),
+                rank=rank_env.rank, kind=Kind.DIED if passes else kind, step=heart.step, reason=reason,
+                recurs=not passes, is_of_system=passes, traceback=traceback.format_exc(),
             )  # fmt: skip
 
 
@@ -143,7 +145,7 @@ def task_rank(
     if has_terminal:
         keep_log(logs, rank)
     place = RankEnv(**rank_env, init=init)
-    end = run_rank(run, place, attempt, stop, bar=has_terminal and sys.stderr.isatty())
+    end = run_rank(run, place, attempt=attempt, stop=stop, bar=has_terminal and sys.stderr.isatty())
     # on a terminal a lost connection would hide the reason for the loss; the supervisor reports disk errors
     if end.kind is Kind.DIED and not (has_terminal and (_is_of_other(logs, end) or end.is_of_system)):
         show(end)

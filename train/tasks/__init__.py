@@ -100,7 +100,7 @@ def locate(name: str) -> Path:
         raise Refused(
             f"there is no file {name}; give a built-in task ({', '.join(BUILT_IN)}) or the path of a Python file"
         )
-    hint = nearest(name, BUILT_IN, "; give a file by its path, for example ./my_task.py")
+    hint = nearest(name, BUILT_IN, otherwise="; give a file by its path, for example ./my_task.py")
     raise Refused(f"there is no task {name}{hint} (built in: {', '.join(BUILT_IN)})")
 
 
@@ -118,7 +118,7 @@ def data_root(given: str) -> Path:
 
 
 def load(
-    name: str, file: Path | None = None, beside: Sequence[Path] = (), source: bytes | None = None,
+    name: str, *, file: Path | None = None, beside: Sequence[Path] = (), source: bytes | None = None,
     seen_as: Path | None = None,
 ) -> Task:  # fmt: skip
     """Import a task.

@@ -84,7 +84,9 @@ def _folder(root: Path, part: str, size: int, choose: ChooseCrop, augment: Augme
         found = without_hidden(ImageFolder)(str(root / part))
     except FileNotFoundError as error:  # a class folder without an image
         raise Refused(f"--data.root {root}: {one_line(error)}") from None
-    return ImageFiles(str(root / part), found.samples, found.classes, size, choose, augment)
+    return ImageFiles(
+        str(root / part), samples=found.samples, classes=found.classes, size=size, choose=choose, augment=augment
+    )
 
 
 def _classes_in(folder: Path) -> list[str]:

@@ -146,7 +146,7 @@ class _Pass:
         task, samples, made = self.task, len(micro.indices), None
         seed_compute(micro.seed, self.world.device, own=self.generators)
         with self.weights(), self.precision.autocast():
-            figures = evaluation_figures(task, self.module, self.inference, batch, samples)
+            figures = evaluation_figures(task, self.module, inference=self.inference, batch=batch, samples=samples)
             if task.predict is not None:
                 made = task.predict(self.inference, batch)
             if show is not None and task.images is not None:
@@ -244,24 +244,31 @@ def evaluate_run(run: Run, spec: Spec, step: int | None) -> tuple[int, int, dict
     train_set, eval_sets = objects.make_datasets(task, config)
     if not eval_sets:
         raise Refused(f"the task of {run.name} has no evaluation set: its datasets() returns None for it")
-    differs = objects.data_differs(run, task, config, train_set, eval_sets)
+    differs = objects.data_differs(run, task, config=config, train_set=train_set, eval_sets=eval_sets)
     if differs:
         log.warning("warning: the data differ from those that %s was trained with: %s", run.name, differs)
     plans = objects.evaluation_plans(config, eval_sets)
-    world = World(0, 1, 0, device)
+    world = World(0, size=1, local_rank=0, device=device)
     workers = config.data.workers or 0
     if workers and (problem := threads.problem()):  # of model(), say: that of a rank starts later
         log.warning("warning: evaluated without data workers: %s", problem)
         workers = 0
     loader = objects.make_loader(
-        task, config, precision, None, eval_sets, workers=workers, left_out=_warn, sets_epoch=spec.sets_epoch
+        task,
+        config=config,
+        precision=precision,
+        train_set=None,
+        eval_sets=eval_sets,
+        workers=workers,
+        left_out=_warn,
+        sets_epoch=spec.sets_epoch,
     )
     with loader, objects.refusing(task):
         take_device(device)
         sharing = Sharing()
         epoch = objects.plan_of(config, len(train_set)).epoch(max(step - 1, 0))
         numbered = enumerate(plans.values(), 1)
-        micros = (evaluation_micro_batches(plan, sharing, number, epoch) for number, plan in numbered)
+        micros = (evaluation_micro_batches(plan, sharing, evaluation=number, epoch=epoch) for number, plan in numbered)
         stream = loader.batches(itertools.chain.from_iterable(micros))
         model = determinism.lay_out(model, config).to(device)
         compile_as_asked(model, config)

@@ -21,7 +21,7 @@ from ..tasks import Task
 from .load import cpu_precision, load_trained
 
 
-def export(run: Run, spec: Spec, target: Path, step: int | None = None, average: bool = False) -> int:
+def export(run: Run, spec: Spec, target: Path, *, step: int | None = None, average: bool = False) -> int:
     """Write the weights of a run to a .safetensors, .pt or .onnx file, whole or not at all. Returns their step.
 
     Args:
@@ -84,7 +84,9 @@ def _calls(task: Task, config: Config, model: nn.Module, inference: nn.Module) -
     model.eval()
     inference.eval()
     with objects.refusing(task), torch.no_grad():
-        batch = objects.first_samples(task, config, cpu_precision(config), dataset, min(2, len(dataset)), name)
+        batch = objects.first_samples(
+            task, config, precision=cpu_precision(config), dataset=dataset, count=min(2, len(dataset)), name=name
+        )
         for function, of in ((task.loss, model), (task.metrics, inference), (task.predict, inference)):
             if function is not None and not calls:
                 function(of, batch)

@@ -101,17 +101,24 @@ def _load(run: Run, world: World, snapshots: Snapshots, state: TrainState, beat:
         start = _choose(run, world, snapshots, shares, newest)
         if parts is None or not start.from_memory:
             break
-        content = snapshot.read(parts, world, start.step, snapshots.fingerprint)
+        content = snapshot.read(parts, world=world, step=start.step, fingerprint=snapshots.fingerprint)
         if content is not None:
             serialize.apply(content, state)
             break
         if world.is_first:
             log.warning("warning: the snapshot of step %d is damaged or of other ranks, and is not used", start.step)
     if parts is not None:  # later steps will be made again
-        snapshot.wipe(parts, world, start.step + start.from_memory)
+        snapshot.wipe(parts, world, first=start.step + start.from_memory)
     if start.manifest:
         waits = world.patient.group if world.size > 1 else None
-        load(run.checkpoint(start.step), state.module, state.optimizer, world.size == 1, state.extra, waits)
+        load(
+            run.checkpoint(start.step),
+            state.module,
+            optimizer=state.optimizer,
+            by_itself=world.size == 1,
+            extra=state.extra,
+            group=waits,
+        )
         if scaler is not None and start.manifest.get("scaler"):
             scaler.load_state_dict(start.manifest["scaler"])
     return start
@@ -171,9 +178,10 @@ def load_trained(run: Run, spec: Spec, step: int | None = None) -> Trained:
     averaged = weights_of(model) if config.ema.decay is not None else {}
     average = {name: torch.empty_like(tensor) for name, tensor in averaged.items()}
     try:
-        load(run.checkpoint(step), model, optimizer, extra=Extra(average))
+        load(run.checkpoint(step), model, optimizer=optimizer, extra=Extra(average))
     except ValueError as error:
-        differs = objects.data_differs(run, task, config, *objects.make_datasets(task, config))
+        train_set, eval_sets = objects.make_datasets(task, config)
+        differs = objects.data_differs(run, task, config=config, train_set=train_set, eval_sets=eval_sets)
         why = f"; the data differ from those that {run.name} began with: {differs}; put them back" if differs else ""
         raise Refused(f"{error}{why}") from None
     if optimizer is not None:

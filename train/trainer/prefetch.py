@@ -46,12 +46,14 @@ def micro_batches(
     for step in range(done, intervals.total_steps + 1):
         is_evaluated = evaluated < step and intervals.evaluates(step)
         if is_evaluated or step - first == _LOOK_AHEAD:
-            yield from micro_batches_of(plan, sharing, first, step)
+            yield from micro_batches_of(plan, sharing, first=first, last=step)
             first = step
         if is_evaluated:
             for number, evaluation in enumerate(evaluations.values(), 1):
-                yield from evaluation_micro_batches(evaluation, sharing, number, plan.epoch(max(step - 1, 0)))
-    yield from micro_batches_of(plan, sharing, first, intervals.total_steps)
+                yield from evaluation_micro_batches(
+                    evaluation, sharing, evaluation=number, epoch=plan.epoch(max(step - 1, 0))
+                )
+    yield from micro_batches_of(plan, sharing, first=first, last=intervals.total_steps)
 
 
 class DataWait:

@@ -125,8 +125,8 @@ class Memory:
 
 
 def set_up(
-    run: Run, rank_env: RankEnv, attempt: int, stop: StopRequest, bar: bool, heart: Heart, held: contextlib.ExitStack,
-    memory: Memory | None = None,
+    run: Run, rank_env: RankEnv, *, attempt: int, stop: StopRequest, bar: bool, heart: Heart,
+    held: contextlib.ExitStack, memory: Memory | None = None,
 ) -> tuple[Job, int]:  # fmt: skip
     """Return everything to train with, and the step to continue after. What must be closed at the end is added to
     `held`."""
@@ -146,14 +146,14 @@ def set_up(
     home = _home_of(run, world, sees_home)
     is_begun = bool(home.newest_checkpoint)
     model = _model(run, task, config, precision, world, is_begun)
-    updates, optimizer = spread_updates(task, model, config, world, precision)
+    updates, optimizer = spread_updates(task, model, config=config, world=world, precision=precision)
     model = updates[0].strategy.module
     faults.here("start")
     mark, number = world.broadcast((uuid.uuid4().hex, attempt))  # node 0's: each node counts its own attempts
     snapshots = _snapshots(task, config, world, memory, mark)
     hooks = Hooks(task, updates[0].strategy, config)
     extra = dataclasses.replace(hooks.extra, losses=losses_kept(updates, device))
-    state = TrainState(model, optimizer, precision, extra)
+    state = TrainState(module=model, optimizer=optimizer, precision=precision, extra=extra)
     start = load_newest(
         run, home, world, snapshots, state, lambda: heart.beat(heartbeat.STARTING, heart.step), sees_home=sees_home
     )
@@ -173,7 +173,7 @@ def set_up(
         loggers.say(f"saved {run.checkpoint(step).name}")
         run.note(saved_step=step)
 
-    saver = Saver(home, world, config, number, saved, all_write=sees_home)
+    saver = Saver(home, world, config=config, attempt=number, saved=saved, all_write=sees_home)
     held.callback(saver.close)
     snapshots.attach(state, loggers.is_written, loggers.say)
     held.callback(snapshots.close)
@@ -214,10 +214,10 @@ def _data(run: Run, task: Task, config: Config, precision: Precision) -> tuple[L
     evaluations = objects.evaluation_plans(config, eval_sets)
     loader = objects.make_loader(
         task,
-        config,
-        precision,
-        train_set,
-        eval_sets,
+        config=config,
+        precision=precision,
+        train_set=train_set,
+        eval_sets=eval_sets,
         workers=config.data.workers or 0,
         left_out=Skipped(run),
         sets_epoch=bool(run.read().get("sets_epoch")),
@@ -230,10 +230,10 @@ def _model(run: Run, task: Task, config: Config, precision: Precision, world: Wo
     model = objects.make_model(task, config, precision.weights)
     if not is_begun and (run.read().get("init") or (run.folder / initial_weights.FILE).exists()):
         initial_weights.load(run.folder, model)
-    return arrange(model, config, world.size, compiles=True)
+    return arrange(model, config, ranks=world.size, compiles=True)
 
 
-def arrange(model: torch.nn.Module, config: Config, ranks: int, *, compiles: bool) -> torch.nn.Module:
+def arrange(model: torch.nn.Module, config: Config, *, ranks: int, compiles: bool) -> torch.nn.Module:
     """Return the model as this many ranks compute with it, before it is spread over them."""
     if config.sync_batchnorm and ranks > 1:
         model = torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)
@@ -263,8 +263,8 @@ def _snapshots(task: Task, config: Config, world: World, memory: Memory | None, 
     place = (world.rank, world.size) if is_sharded else ()
     fingerprint = json.dumps([same, task.sha256, place], sort_keys=True, default=str)
     return Snapshots(
-        parts if has_all else None, has_all, world, fingerprint, mark,
-        memory.left if memory is not None else lambda: 0,
+        parts if has_all else None, is_on=has_all, world=world, fingerprint=fingerprint, mark=mark,
+        memory_left=memory.left if memory is not None else lambda: 0,
     )  # fmt: skip
 
 

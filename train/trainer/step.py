@@ -66,9 +66,11 @@ def step(
             loss = None
             with strategy.micro_batch(micro.number, is_last):
                 if len(micro.indices):  # else none of its samples could be read
-                    seed_compute(micro.seed, device, f"compute{update.name}", job.generators)
+                    seed_compute(micro.seed, device, tag=f"compute{update.name}", own=job.generators)
                     with job.precision.autocast():
-                        loss = training_loss(update.loss, strategy.compute, batch, len(micro.indices), update.what)
+                        loss = training_loss(
+                            update.loss, strategy.compute, batch=batch, samples=len(micro.indices), what=update.what
+                        )
                     own.add(micro.number, loss, is_repeated=micro.is_repeated)
                 weight = 0.0 if loss is None or micro.is_repeated else loss.weight / samples
                 strategy.backward(None if loss is None else loss.value, weight, own.tensor() if is_last else None)
@@ -91,13 +93,15 @@ def step(
 
         # So far gradients are means over the samples of the step. Make them means over what the loss counted; clip.
         scale = own.scale(sums, samples)
-        norm = strategy.scale_and_clip_gradients(update.optimizer, config.clip_grad_norm, scale, measures_norm)
+        norm = strategy.scale_and_clip_gradients(
+            update.optimizer, clip_norm=config.clip_grad_norm, scale=scale, measures=measures_norm
+        )
         if norm is not None:
             norms.append(norm.double())
 
         # Update. An optimizer that draws random numbers draws the same on all ranks, whatever their batches drew.
         if job.optimizer_generators is not None:
-            seed_compute(seed_of(config.seed, number), device, f"update{update.name}", job.optimizer_generators)
+            seed_compute(seed_of(config.seed, number), device, tag=f"update{update.name}", own=job.optimizer_generators)
         faults.here("update")
         job.snapshots.hold()  # a snapshot that is still being copied must not get new weights
         strategy.update(update.optimizer)

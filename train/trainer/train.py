@@ -136,7 +136,13 @@ class Loop:
         self._last = self._kept_losses(done)
         """If updates leave out steps: the last loss of each by its name in metrics.jsonl, because each line has all
         losses."""
-        self._rates = Rates(job.task, job.config, job.optimizer, job.plan.steps_per_epoch, job.total_steps)
+        self._rates = Rates(
+            job.task,
+            job.config,
+            optimizer=job.optimizer,
+            steps_per_epoch=job.plan.steps_per_epoch,
+            total_steps=job.total_steps,
+        )
         from_memory = job.saved < done  # deaths must not put off what the disk is to have
         since = job.run.since_saved(job.saved) if from_memory else 0.0
         self._save_clock = SaveClock(job.config.checkpoint.every_minutes, since)
@@ -394,7 +400,9 @@ def conclude(job: Job, done: Done, attempt: int) -> Outcome:
     weights = "" if done.stopped else digest(job)  # before the first rank is alone
     job.heart.beat(heartbeat.ENDING, done.step)
     reason = (job.stop.reason or "another rank was asked to") if done.stopped else done.reason
-    end = Outcome(job.world.rank, Kind.STOPPED if done.stopped else Kind.FINISHED, done.step, reason)
+    end = Outcome(
+        rank=job.world.rank, kind=Kind.STOPPED if done.stopped else Kind.FINISHED, step=done.step, reason=reason
+    )
     if not job.world.is_first:
         return end
     figures = {"epoch": job.plan.epoch_of(done.step), **best.facts(job.run, job.config.checkpoint.best)}
@@ -406,7 +414,7 @@ def conclude(job: Job, done: Done, attempt: int) -> Outcome:
         figures |= {"weights_sha256": weights, "metrics": dict(evaluation["eval"]) if evaluation else {}}
         why = f" ({reason})" if reason else ""
         text = f"finished after {done.step} steps{why}; weights {weights[:16]}…"
-    end = Outcome(end.rank, end.kind, end.step, end.reason, figures=figures)
+    end = Outcome(rank=end.rank, kind=end.kind, step=end.step, reason=end.reason, figures=figures)
     try:
         outcome.write(job.run.logs(attempt), end)
     except OSError as error:

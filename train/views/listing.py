@@ -75,7 +75,7 @@ def _cell(record: Record, column: str) -> str:
     return "-" if found in (None, "") else f"{found:.6g}" if isinstance(found, float) else str(found)
 
 
-def listing(records: list[Record], runs: Path, is_part: bool = False, columns: Sequence[str] = COLUMNS) -> str:
+def listing(records: list[Record], *, runs: Path, is_part: bool = False, columns: Sequence[str] = COLUMNS) -> str:
     """Return a table of these runs. `is_part`: whether other runs were filtered out."""
     if not records and is_part:
         return f"no run in {shortened(str(runs))} matches; to see all: train ls"

@@ -22,7 +22,7 @@ _ASK_EVERY = 2.0
 """Seconds between two queries to a cluster's engine."""
 
 
-def print_log(run: Run, rank: int, attempt: int | None, go_on: bool) -> int:
+def print_log(run: Run, *, rank: int, attempt: int | None, go_on: bool) -> int:
     """Print the output of a rank; with `go_on` also what is written until the run ends.
 
     Of a line that is redrawn, such as a progress bar, the last state is printed. A terminal that follows shows it

@@ -91,6 +91,7 @@ class Zygote:
         self,
         function: str,
         arguments: Sequence[Any],
+        *,
         files: Sequence[int],
         environ: Mapping[str, str] | None = None,
         after: str = "",
@@ -131,7 +132,7 @@ class Zygote:
         sys.stderr.flush()
         with os.fdopen(os.memfd_create("answer"), "w+b") as file:
             given = [function, [*arguments]]
-            pid = self.fork("train.zygote.client:answer", given, [0, 1, 2, file.fileno()], after=after)
+            pid = self.fork("train.zygote.client:answer", given, files=[0, 1, 2, file.fileno()], after=after)
             while pid in self._alive:
                 self._hear(None)
             if code := self._codes.pop(pid):

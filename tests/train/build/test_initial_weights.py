@@ -286,7 +286,7 @@ def test_a_classifier_of_ddp_is_left_out_by_images_too() -> None:
 def test_what_a_task_returns_instead_of_weights_is_refused(own: Path, change: Any, words: str) -> None:
     own.write_text(own.read_text().replace(*change))
     with contextlib.chdir(own.parent), pytest.raises(Refused, match=words):
-        prepare(Request(str(own), {}))
+        prepare(Request(task=str(own), flags={}))
 
 
 @pytest.fixture

@@ -82,15 +82,23 @@ def test_arguments_are_flags_that_are_laid_over_a_tasks_and_protected_on_a_resum
     from train import config
 
     flags = {"optim.args.betas": "[0.9, 0.95]", "optim.args.eps": "none"}
-    made = resolve(flags, None, None, {"optim.args": {"eps": 0.1, "amsgrad": True}}, tmp_path)
+    made = resolve(
+        flags,
+        config_file=None,
+        settings=None,
+        defaults={"optim.args": {"eps": 0.1, "amsgrad": True}},
+        task_file=tmp_path,
+    )
     assert made.optim.args == {"eps": None, "amsgrad": True, "betas": [0.9, 0.95]}
     (tmp_path / "config.toml").write_text(config.to_toml(made))
     again = config.from_toml(tmp_path / "config.toml", None)
     assert again.optim.args == {"amsgrad": True, "betas": [0.9, 0.95]}
-    changed = config.with_flags({"optim.args.betas": "[0.9, 0.9]"}, None, tmp_path, config.to_flat(again))
+    changed = config.with_flags(
+        {"optim.args.betas": "[0.9, 0.9]"}, settings=None, task_file=tmp_path, flat=config.to_flat(again)
+    )
     assert config.forbidden_changes(config.to_flat(again), config.to_flat(changed)) == ["optim.args.betas"]
     with pytest.raises(Refused, match=r"optim\.args\.eps nan: must be a finite number"):
-        resolve({"optim.args.eps": "nan"}, None, None, {}, tmp_path)
+        resolve({"optim.args.eps": "nan"}, config_file=None, settings=None, defaults={}, task_file=tmp_path)
 
 
 def test_layers_have_falling_rates_and_norms_and_biases_no_decay() -> None:

@@ -41,7 +41,7 @@ def test_they_are_those_of_a_loop_written_by_hand(engine: Any, monkeypatch: pyte
     for step, ids in enumerate(order):
         losses.append(losses[-1].copy() if losses else {})  # each line has the last value of each
         for name in ("d", "g") if (step + 1) % 2 == 0 else ("d",):
-            seed_compute(seed_of(0, "train", step // 4, step, 0), torch.device("cpu"), f"compute{name}")
+            seed_compute(seed_of(0, "train", step // 4, step, 0), torch.device("cpu"), tag=f"compute{name}")
             made[name]["optimizer"].zero_grad()
             loss = made[name]["loss"](model, (points[ids],))
             parameters = [p for group in made[name]["optimizer"].param_groups for p in group["params"]]

@@ -44,7 +44,7 @@ def _state(seed: int, steps: int) -> TrainState:
             parameter.grad = torch.randn_like(parameter)
         optimizer.step()
     averages = {name: torch.randn_like(one) for name, one in model.named_parameters()}
-    return TrainState(model, optimizer, Precision("fp32", CPU), Extra(averages))
+    return TrainState(module=model, optimizer=optimizer, precision=Precision("fp32", CPU), extra=Extra(averages))
 
 
 def _plain(state: TrainState) -> list[Any]:
@@ -58,7 +58,7 @@ def _receive(rank: int, folder: Path) -> None:
     before = {name: one.data_ptr() for name, one in state.module.state_dict().items()}
     size = sum(one.nbytes for one in state.module.parameters())
     with Watch() as watch:
-        broadcast_state(World(rank, 3, rank, CPU, nodes=3), state)
+        broadcast_state(World(rank, size=3, local_rank=rank, device=CPU, nodes=3), state)
     if rank:
         assert {name: one.data_ptr() for name, one in state.module.state_dict().items()} == before
         assert watch.total < 2.2 * size, f"{watch.total} bytes; the moments are {2 * size}"

@@ -48,7 +48,7 @@ def on_ranks(folder: Path, action: Callable[[World], object]) -> list[str]:
     def one(rank: int) -> None:
         patience = datetime.timedelta(seconds=SECONDS)
         dist.init_process_group("gloo", f"file://{folder}/meet", world_size=RANKS, rank=rank, timeout=patience)
-        world = World(rank, RANKS, rank, torch.device("cpu"))
+        world = World(rank, size=RANKS, local_rank=rank, device=torch.device("cpu"))
         world.timeout = patience
         (folder / f"said{rank}").write_text(repr(action(world)))
         os._exit(0)
@@ -120,7 +120,7 @@ def test_signs_of_life_come_at_full_minutes(run: Run, monkeypatch: pytest.Monkey
     """So that ranks give them together, and a stop that waits less than that for one is not put off."""
     now, signs = [90.0], list[float]()
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
-    made = Shares(run, World(0, 1, 0, torch.device("cpu")), lambda: signs.append(now[0]))
+    made = Shares(run, World(0, size=1, local_rank=0, device=torch.device("cpu")), lambda: signs.append(now[0]))
     monkeypatch.setattr(manifests, "_PIECE", 100)
     digest = manifests.file_digest
 

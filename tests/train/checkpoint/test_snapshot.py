@@ -58,7 +58,7 @@ class OneRank:
     ) -> None:
         torch.manual_seed(3)
         self.said: list[str] = []
-        self.precision, self.world = Precision("fp32", CPU), World(0, 1, 0, CPU)
+        self.precision, self.world = Precision("fp32", CPU), World(0, size=1, local_rank=0, device=CPU)
         self.model = Net()
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01, amsgrad=True)
         strategy = Strategy(self.world, Config(), self.precision)
@@ -66,8 +66,10 @@ class OneRank:
         self.parts = Parts([Buffers(address, place) for place in range(parts)], part)
         self.strategy, self.buffers, self.fingerprint = strategy, self.parts.all[part], fingerprint
         self.done, self.lag, self.is_written = 0, 0, True
-        self.snapshots = Snapshots(self.parts, True, self.world, fingerprint, "mark", lambda: room)
-        self.state = TrainState(self.model, self.optimizer, self.precision)
+        self.snapshots = Snapshots(
+            self.parts, is_on=True, world=self.world, fingerprint=fingerprint, mark="mark", memory_left=lambda: room
+        )
+        self.state = TrainState(module=self.model, optimizer=self.optimizer, precision=self.precision)
         self.snapshots.attach(self.state, lambda: self.is_written, self.said.append)
 
     def step(self, count: int = 1) -> None:
@@ -86,7 +88,7 @@ class OneRank:
 
     def take_up(self) -> bool:
         step = snapshot.newest_common(self.parts, self.world)
-        content = snapshot.read(self.parts, self.world, step, self.fingerprint) if step else None
+        content = snapshot.read(self.parts, world=self.world, step=step, fingerprint=self.fingerprint) if step else None
         if content is None:
             return False
         serialize.apply(content, self.state)

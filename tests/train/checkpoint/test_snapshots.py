@@ -50,7 +50,7 @@ class Keeping(TaskRanks):
         times: int = 99,
         between: Callable[[run_folder.Run], None] = lambda run: None,
     ) -> None:
-        super().__init__(run, lock, ranks, zygote, environ={"TRAIN_FAULT": fault})
+        super().__init__(run, lock, lock=ranks, count=zygote, environ={"TRAIN_FAULT": fault})
         self.memory = self.memory or SnapshotMemory()
         self.times, self._between = times, lambda: between(run)
 
@@ -89,15 +89,19 @@ class Kept:
         merged = self.engine.flags | {key.replace("__", "."): value for key, value in flags.items()}
         if "steps" in flags:
             del merged["epochs"]
-        prepared = checks.prepare(Request(str(task), {key: str(value) for key, value in merged.items()}, ranks=ranks))
+        prepared = checks.prepare(
+            Request(task=str(task), flags={key: str(value) for key, value in merged.items()}, ranks=ranks)
+        )
         record = prepared.record | {"max_restarts": restarts, "started": begun}
-        run = folders.create(self.engine.station.runs, name, prepared.files, record)
+        run = folders.create(self.engine.station.runs, name, files=prepared.files, record=record)
         (run.folder / "script").write_text("\n".join(script))
         lock = run.acquire()
         assert lock is not None
         processes = Keeping(run, lock, ranks, self.engine.zygote, fault, times, between)
         try:
-            self.code = Supervisor(run, read_spec(run), processes, LaunchMode.LAUNCHED, StopRequest(())).keep()
+            self.code = Supervisor(
+                run=run, spec=read_spec(run), ranks=processes, mode=LaunchMode.LAUNCHED, stop=StopRequest(())
+            ).keep()
         finally:
             lock.release()
             assert processes.memory is not None

@@ -88,14 +88,20 @@ def test_a_checkpoint_from_before_the_first_step_continues_as_nothing_had_been(k
     model, optimizer = made(kind)
     for parameter in model.parameters():
         nn.init.zeros_(parameter)
-    load(tmp_path / "step", model, optimizer)
+    load(tmp_path / "step", model, optimizer=optimizer)
     assert equal(after(3, model, optimizer), after(3, *made(kind)))
 
 
 def test_room_is_made_once_there_is_a_state(tmp_path: Path) -> None:
-    saver = Saver(create(tmp_path, "adam", {}, {}), World(0, 1, 0, torch.device("cpu")), Config(), 1, print)
+    saver = Saver(
+        create(tmp_path, "adam", files={}, record={}),
+        World(0, size=1, local_rank=0, device=torch.device("cpu")),
+        config=Config(),
+        attempt=1,
+        saved=print,
+    )
     model, optimizer = made("adam")
-    state = TrainState(model, optimizer, Precision("fp32", torch.device("cpu")))
+    state = TrainState(module=model, optimizer=optimizer, precision=Precision("fp32", torch.device("cpu")))
     staging = saver._staging
     assert staging is not None
     saver.prepare(state)  # as after a step that fp16 left out
@@ -175,7 +181,7 @@ def test_what_an_optimizer_makes_in_later_steps_is_read_back(kind: Any, momentum
     dcp.save(state_of(model, optimizer), checkpoint_id=tmp_path / "step", no_dist=True)
     again = nn.Linear(4, 2)
     fresh = kind(again.parameters(), lr=0.1, momentum=momentum)
-    load(tmp_path / "step", again, fresh)
+    load(tmp_path / "step", again, optimizer=fresh)
     for parameter, same in zip(model.parameters(), again.parameters(), strict=True):
         assert fresh.state[same].keys() == optimizer.state[parameter].keys() >= {"slow"}
         for key, value in optimizer.state[parameter].items():
@@ -193,7 +199,7 @@ def test_a_group_of_parameters_without_a_state_beside_one_with_is_read_back(tmp_
     after(2, model, optimizer)
     dcp.save(state_of(model, optimizer), checkpoint_id=tmp_path / "step", no_dist=True)
     again, fresh = two_groups()
-    load(tmp_path / "step", again, fresh)
+    load(tmp_path / "step", again, optimizer=fresh)
     assert equal(after(2, again, fresh), after(2, model, optimizer))
 
 
@@ -229,7 +235,7 @@ def test_how_an_optimizer_makes_its_step_is_not_read_from_a_checkpoint(tmp_path:
         again = nn.Linear(4, 2)
         optimizer = torch.optim.SGD(again.parameters(), lr=0.5, momentum=0.1, **own)
         before = dict(optimizer.param_groups[0])
-        load(tmp_path / "step", again, optimizer)
+        load(tmp_path / "step", again, optimizer=optimizer)
         after = optimizer.param_groups[0]
         for name in ("fused", "foreach", "differentiable"):
             assert after[name] == before[name], name

@@ -44,7 +44,7 @@ def test_a_state_is_what_folder_and_engine_say(state: str, job: JobStatus | None
 
 def test_nobody_but_its_engine_and_its_user_starts_it_again(tmp_path: Path) -> None:
     record = {"submitted": {"engine": "slurm", "at": None}, "submission": "x", "state": "running", "task": "digits"}
-    run = folders.create(tmp_path, "a", {}, record)
+    run = folders.create(tmp_path, "a", files={}, record=record)
     run.begin_attempt(2, 0)
     assert run.state() == "interrupted"
     assert not resumable.is_resumable(run)

@@ -98,7 +98,7 @@ def test_a_port_listens_where_its_name_leads() -> None:
 
 
 def test_the_interface_is_the_one_that_leads_to_the_others_unless_the_user_says() -> None:
-    name, wanted = address.interfaces("127.0.0.1", 1, {"NCCL_SOCKET_IFNAME": "ib0"})
+    name, wanted = address.interfaces("127.0.0.1", 1, environ={"NCCL_SOCKET_IFNAME": "ib0"})
     assert (name, wanted) == ("lo", {"GLOO_SOCKET_IFNAME": "lo"})
 
 
@@ -106,9 +106,9 @@ def test_a_name_that_is_127_0_1_1_on_its_own_machine_is_not_the_way_to_others(mo
     monkeypatch.setattr(address, "source_towards", lambda to, _: to)
     monkeypatch.setattr(address, "interface_of", lambda source: "eth0" if source == "10.0.0.5" else "lo")
     place = ("127.0.1.1", 29400)
-    name, wanted = address.interfaces(*place, {}, "10.0.0.5")
+    name, wanted = address.interfaces(*place, environ={}, reached="10.0.0.5")
     assert (name, wanted["GLOO_SOCKET_IFNAME"], wanted["NCCL_SOCKET_IFNAME"]) == ("eth0", "eth0", "=eth0")
-    assert address.interfaces(*place, {})[0] == "lo"  # both nodes are on this machine
+    assert address.interfaces(*place, environ={})[0] == "lo"  # both nodes are on this machine
 
 
 def test_the_rooms_code_needs_no_torch() -> None:

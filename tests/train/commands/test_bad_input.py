@@ -377,7 +377,7 @@ def test_a_runs_folder_that_cannot_be_written_is_refused(station: Station, comma
 def test_a_run_of_somebody_else_is_refused_in_one_line(station: Station) -> None:
     from train.run import folders, states
 
-    run = folders.create(station.runs, "theirs", {}, {"state": states.STOPPED, "world_size": 1})
+    run = folders.create(station.runs, "theirs", files={}, record={"state": states.STOPPED, "world_size": 1})
     (run.folder / "lock").chmod(0o444)
     for arguments in (["rm", "theirs"], ["resume", "theirs"]):
         done = subprocess.run(

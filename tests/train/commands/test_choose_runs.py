@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def made(runs: Path, name: str, **values: Any) -> Run:
-    return folders.create(runs, name, {}, {"total_steps": 10, "state": "stopped", **values})
+    return folders.create(runs, name, files={}, record={"total_steps": 10, "state": "stopped", **values})
 
 
 @pytest.fixture
@@ -131,7 +131,7 @@ def test_the_best_checkpoint_has_the_lowest_loss_or_the_highest_metric_that_is_a
     run = Run(runs / "exp-1")
     assert best.best(run, read_spec(run).best_by) is None and best.facts(run, "") == {"checkpoints": [], "best": None}
     with pytest.raises(Refused, match="was evaluated"):
-        best.checkpoint_named(run, "", "best", print)
+        best.checkpoint_named(run, by="", text="best", tell=print)
     scores: dict[int, dict[str, float | None]] = {
         2: {"loss": 0.1, "accuracy": 0.5}, 4: {"loss": 0.3, "accuracy": 0.9}, 6: {"loss": 0.2, "accuracy": 0.9},
         8: {"loss": None, "accuracy": None},
@@ -139,8 +139,8 @@ def test_the_best_checkpoint_has_the_lowest_loss_or_the_highest_metric_that_is_a
     evaluated(run, [4, 6, 7, 8], scores)
     assert best.best(run, read_spec(run).best_by) == best.Best(6, "loss", 0.2, lost=(2, 0.1))
     said: list[str] = []
-    assert best.checkpoint_named(run, "", "best", said.append) == 6
-    assert best.checkpoint_named(run, "", "7", said.append) == 7
+    assert best.checkpoint_named(run, by="", text="best", tell=said.append) == 6
+    assert best.checkpoint_named(run, by="", text="7", tell=said.append) == 7
     better = "step 2 was better (loss 0.1000) but has no checkpoint"
     assert said == [f"warning: {better}; next time give --checkpoint.best loss"]
     evaluated(run, [], scores, "accuracy")
@@ -183,7 +183,7 @@ def loss(model, batch):
     ):
         task.write_text(text.format(evaluation=evaluation))
         with pytest.raises(Refused, match=words):
-            prepare(Request(str(task), {"checkpoint.best": wanted, "cpu_threads": "1", "steps": "1"}))
+            prepare(Request(task=str(task), flags={"checkpoint.best": wanted, "cpu_threads": "1", "steps": "1"}))
     task.write_text(
         text.format(evaluation="made")
         + """

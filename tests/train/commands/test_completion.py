@@ -33,7 +33,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with runs, files, and the commands that bash calls."""
     folder = tmp_path_factory.mktemp("complete")
     for runs, name in (("runs", "alpha"), ("runs", "beta"), ("elsewhere", "gamma")):
-        folders.create(folder / runs, name, {}, {"world_size": 1})
+        folders.create(folder / runs, name, files={}, record={"world_size": 1})
     for step in (20, 40):
         (folder / f"runs/alpha/checkpoints/step-{step:08}").mkdir(parents=True)
     for name in ("mine.py", "notes.txt", "some.toml", "w.pt", "w.safetensors"):

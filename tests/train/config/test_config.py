@@ -71,7 +71,7 @@ def test_settings_of_a_task_may_be_lists_written_as_in_toml() -> None:
 def test_flags_win_over_the_file_the_file_over_the_task_and_the_task_over_the_defaults(tmp_path: Path) -> None:
     file = tmp_path / "c.toml"
     file.write_text("batch_size = 10\nseed = 3\n[optim]\nlr = 0.7\n[task]\nwidth = 9\n")
-    task, made = resolve(Request("digits", {"seed": "4", "task.shift": "0"}, str(file)))
+    task, made = resolve(Request(task="digits", flags={"seed": "4", "task.shift": "0"}, config_file=str(file)))
     assert (made.seed, made.batch_size, made.optim.lr) == (4, 10, 0.7)
     assert (made.task.width, made.task.shift, made.task.dropout) == (9, 0, 0.2)
     assert made.epochs == task.DEFAULTS["epochs"]
@@ -84,7 +84,7 @@ def test_a_file_may_leave_to_a_flag_what_has_no_default(tmp_path: Path) -> None:
         "def model(config): ...\ndef datasets(config): ...\ndef loss(model, batch): ...\n"
     )
     (tmp_path / "c.toml").write_text("steps = 5")
-    request = Request(str(tmp_path / "task.py"), {"task.size": "3"}, str(tmp_path / "c.toml"))
+    request = Request(task=str(tmp_path / "task.py"), flags={"task.size": "3"}, config_file=str(tmp_path / "c.toml"))
     assert resolve(request)[1].task.size == 3
 
 

@@ -57,9 +57,9 @@ def leaves(index: int) -> Any:
 
 def failure(dataset: Any, indices: list[int], workers: int) -> str:
     """The reason that a run has failed for."""
-    with Loader(dataset, {}, None, workers, CPU, None) as loader:
+    with Loader(dataset, {}, collate=None, workers=workers, device=CPU, dtype=None) as loader:
         with pytest.raises(Exception) as caught:
-            list(loader.batches(iter([MicroBatch(0, 0, np.array(indices), 0)])))
+            list(loader.batches(iter([MicroBatch(step=0, number=0, indices=np.array(indices), seed=0)])))
         why = failure_of(caught.value, Path("own.py"))
     assert why["recurs"]
     return str(why["reason"]).removeprefix("own.py: ")
@@ -114,9 +114,9 @@ def test_a_data_set_that_gives_fewer_items_than_it_was_asked_for_is_an_error() -
     ],
 )
 def test_how_a_loader_process_died_is_said(ends: Callable[[], None], said: str, checks: str) -> None:
-    with Loader(Made(lambda index: ends()), {}, None, 1, CPU, None) as loader:
+    with Loader(Made(lambda index: ends()), {}, collate=None, workers=1, device=CPU, dtype=None) as loader:
         with pytest.raises(RuntimeError) as caught:
-            list(loader.batches(iter([MicroBatch(0, 0, np.array([1]), 0)])))
+            list(loader.batches(iter([MicroBatch(step=0, number=0, indices=np.array([1]), seed=0)])))
         pid = loader._workers[0].pid
     assert "exited unexpectedly" not in "".join(traceback.format_exception(caught.value))
     why = failure_of(caught.value, None)
@@ -178,8 +178,10 @@ def locally() -> None:
 def test_a_batch_that_a_worker_cannot_hand_over_is_an_error_with_its_cause(
     collate: Callable[[list[Any]], Any], said: str, recurs: bool
 ) -> None:
-    with Loader(Made(int), {}, collate, 1, CPU, None) as loader:
-        stream = loader.batches(iter([MicroBatch(0, number, np.array([number]), 0) for number in range(8)]))
+    with Loader(Made(int), {}, collate=collate, workers=1, device=CPU, dtype=None) as loader:
+        stream = loader.batches(
+            iter([MicroBatch(step=0, number=number, indices=np.array([number]), seed=0) for number in range(8)])
+        )
         with pytest.raises(Exception) as caught:
             next(stream)
     error = caught.value
@@ -193,8 +195,12 @@ def test_a_batch_that_a_worker_cannot_hand_over_is_an_error_with_its_cause(
 
 
 def test_a_loader_process_that_ends_with_batches_of_its_own_on_the_way_is_named() -> None:
-    with Loader(Made(lambda index: torch.full((9,), index)), {}, None, 1, CPU, None) as loader:
-        stream = loader.batches(iter([MicroBatch(0, number, np.array([number]), 0) for number in range(8)]))
+    with Loader(
+        Made(lambda index: torch.full((9,), index)), {}, collate=None, workers=1, device=CPU, dtype=None
+    ) as loader:
+        stream = loader.batches(
+            iter([MicroBatch(step=0, number=number, indices=np.array([number]), seed=0) for number in range(8)])
+        )
         next(stream)
         (worker,) = loader._workers
         worker.kill()
@@ -213,10 +219,10 @@ def test_a_signal_that_comes_while_loader_processes_begin_ends_none_of_them() ->
     os.register_at_fork(after_in_child=at_once)
     in_fork += [signal.SIGTERM, signal.SIGUSR2, signal.SIGHUP]
     try:
-        loader = Loader(Made(int), {}, None, 2, CPU, None)
+        loader = Loader(Made(int), {}, collate=None, workers=2, device=CPU, dtype=None)
     finally:
         in_fork.clear()
     with loader:
-        micros = [MicroBatch(0, number, np.array([number]), 0) for number in range(4)]
+        micros = [MicroBatch(step=0, number=number, indices=np.array([number]), seed=0) for number in range(4)]
         assert [batch.item() for _, batch in loader.batches(iter(micros))] == [0, 1, 2, 3]
     assert not signal.pthread_sigmask(signal.SIG_BLOCK, ()) & {signal.SIGTERM, signal.SIGUSR2, signal.SIGHUP}

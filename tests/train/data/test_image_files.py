@@ -47,7 +47,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def pictures(folder: Path, size: int = 32, **options: Any) -> ImageFiles:
     found = ImageFolder(str(folder))
     choose = functools.partial(random_crop, size=size)
-    return ImageFiles(str(folder), found.samples, found.classes, size, choose, **options)
+    return ImageFiles(str(folder), samples=found.samples, classes=found.classes, size=size, choose=choose, **options)
 
 
 def test_many_items_are_those_fetched_one_by_one_and_their_batch_is_no_copy(folder: Path) -> None:
@@ -73,11 +73,13 @@ def test_what_is_done_with_a_square_is_kept(folder: Path) -> None:
 
 def fetched(folder: Path, world: int, workers: int, bad: list[BadSample] | None = None) -> dict[tuple[int, int], Any]:
     dataset, made = pictures(folder), {}
-    plan = Plan(len(dataset), 8, 3, seed=2)
+    plan = Plan(length=len(dataset), batch_size=8, micro_batch_size=3, seed=2)
     told = None if bad is None else bad.extend
     for rank in range(world):
-        with Loader(dataset, {}, collate_images, workers, CPU, None, told) as loader:
-            for micro, batch in loader.batches(micro_batches_of(plan, Sharing(rank, world), 0, 4)):
+        with Loader(
+            dataset, {}, collate=collate_images, workers=workers, device=CPU, dtype=None, skipped=told
+        ) as loader:
+            for micro, batch in loader.batches(micro_batches_of(plan, Sharing(rank, world), first=0, last=4)):
                 assert workers == 0 or batch[0].is_shared()
                 made[micro.step, micro.number] = [micro.indices.tolist(), *(part.clone() for part in batch)]
     return made
@@ -194,17 +196,17 @@ def test_what_a_task_does_on_the_device_is_seeded_by_the_micro_batch_and_not_as_
             return torch.tensor(index), torch.rand(())
 
     def made(rank: int, world: int, workers: int) -> dict[tuple[int, int], Any]:
-        plan = Plan(55, 16, 4, seed=2)
+        plan = Plan(length=55, batch_size=16, micro_batch_size=4, seed=2)
         with Loader(
             Numbers(),
             {},
-            None,
-            workers,
-            CPU,
-            torch.float64,
+            collate=None,
+            workers=workers,
+            device=CPU,
+            dtype=torch.float64,
             on_device=lambda batch: [*batch, torch.rand(3), random.random()],
         ) as loader:
-            stream = loader.batches(micro_batches_of(plan, Sharing(rank, world), 0, 5))
+            stream = loader.batches(micro_batches_of(plan, Sharing(rank, world), first=0, last=5))
             found = {(micro.step, micro.number): batch for micro, batch in stream}
         assert all(batch[2].dtype == torch.float64 and batch[0].dtype == torch.int64 for batch in found.values())
         return {
@@ -218,6 +220,6 @@ def test_what_a_task_does_on_the_device_is_seeded_by_the_micro_batch_and_not_as_
 
 
 def test_a_fetched_micro_batch_is_bytes(folder: Path) -> None:
-    micro = MicroBatch(0, 0, np.arange(4), 7)
+    micro = MicroBatch(step=0, number=0, indices=np.arange(4), seed=7)
     batch, labels = fetcher(pictures(folder), collate_images)(micro)
     assert (batch.dtype, batch.shape, labels.dtype) == (torch.uint8, (4, 3, 32, 32), torch.int64)

@@ -37,7 +37,7 @@ CPU = torch.device("cpu")
 def plans(draw: st.DrawFn) -> Plan:
     batch = draw(st.integers(1, 40))
     size, seed, is_even = draw(st.integers(1, batch)), draw(st.integers(0, 9)), draw(st.booleans())
-    return Plan(draw(st.integers(1, 300)), batch, size, seed, is_even=is_even)
+    return Plan(length=draw(st.integers(1, 300)), batch_size=batch, micro_batch_size=size, seed=seed, is_even=is_even)
 
 
 class Noisy(Dataset[Any]):
@@ -78,7 +78,7 @@ def test_the_shares_of_the_ranks_partition_each_global_batch(plan: Plan, world: 
     last = 2 * plan.steps_per_epoch + 1
     pieces: dict[int, dict[int, list[int]]] = collections.defaultdict(dict)
     for rank in range(world):
-        mine = list(micro_batches_of(plan, Sharing(rank, world), 0, last))
+        mine = list(micro_batches_of(plan, Sharing(rank, world), first=0, last=last))
         per_step = collections.Counter(micro.step for micro in mine)
         for step in range(last):
             assert per_step[step] == math.ceil(plan.micro_batches(step) / world)
@@ -106,12 +106,14 @@ def test_the_last_batch_is_short_and_none_is_dropped_or_padded() -> None:
     assert [plan.samples(step) for step in range(5)] == [16, 16, 16, 7, 16]
     assert [plan.micro_batches(step) for step in range(4)] == [4, 4, 4, 2]
     assert [len(Sharing(0, world).computed(plan.micro_batches(3))) for world in (1, 2, 3)] == [2, 1, 1]
-    assert [len(micro.indices) for micro in micro_batches_of(plan, Sharing(), 3, 4)] == [4, 3]
+    assert [len(micro.indices) for micro in micro_batches_of(plan, Sharing(), first=3, last=4)] == [4, 3]
 
 
 def test_the_order_is_the_same_across_the_borders_of_the_chunks_it_is_computed_in() -> None:
     plan = Plan(length=70_000, batch_size=1000, micro_batch_size=1000, seed=4)
-    epoch = np.concatenate([micro.indices for micro in micro_batches_of(plan, Sharing(), 0, plan.steps_per_epoch)])
+    epoch = np.concatenate(
+        [micro.indices for micro in micro_batches_of(plan, Sharing(), first=0, last=plan.steps_per_epoch)]
+    )
     assert np.array_equal(epoch, order(4, 0, np.arange(70_000), 70_000))
 
 
@@ -124,8 +126,8 @@ def test_starting_in_the_middle_gives_what_an_uninterrupted_run_would_have_had(p
     def plain(micros: Iterator[MicroBatch]) -> list[Any]:
         return [(m.step, m.number, m.indices.tolist(), m.seed) for m in micros if m.step >= first]
 
-    assert plain(micro_batches_of(plan, Sharing(1, 3), first, last)) == plain(
-        micro_batches_of(plan, Sharing(1, 3), 0, last)
+    assert plain(micro_batches_of(plan, Sharing(1, 3), first=first, last=last)) == plain(
+        micro_batches_of(plan, Sharing(1, 3), first=0, last=last)
     )
 
 
@@ -143,18 +145,23 @@ def test_evaluation_sees_each_sample_once_on_any_number_of_ranks(plan: Plan, wor
 
 
 def test_no_two_micro_batches_share_a_seed_and_another_run_seed_changes_them_all() -> None:
-    plan = Plan(55, 16, 4, seed=0)
-    seeds = [micro.seed for micro in micro_batches_of(plan, Sharing(), 0, 40)]
+    plan = Plan(length=55, batch_size=16, micro_batch_size=4, seed=0)
+    seeds = [micro.seed for micro in micro_batches_of(plan, Sharing(), first=0, last=40)]
     seeds += [micro.seed for micro in evaluation_micro_batches(plan, Sharing())]
     assert len(set(seeds)) == len(seeds)
-    others = {micro.seed for micro in micro_batches_of(Plan(55, 16, 4, seed=1), Sharing(), 0, 40)}
+    others = {
+        micro.seed
+        for micro in micro_batches_of(
+            Plan(length=55, batch_size=16, micro_batch_size=4, seed=1), Sharing(), first=0, last=40
+        )
+    }
     assert not others & set(seeds)
 
 
 def fetched(rank: int, world: int, workers: int, first: int = 0) -> dict[tuple[int, int], Any]:
-    plan = Plan(55, 16, 4, seed=2)
-    with Loader(Noisy(), {}, None, workers, CPU, None) as loader:
-        stream = loader.batches(micro_batches_of(plan, Sharing(rank, world), first, 9))
+    plan = Plan(length=55, batch_size=16, micro_batch_size=4, seed=2)
+    with Loader(Noisy(), {}, collate=None, workers=workers, device=CPU, dtype=None) as loader:
+        stream = loader.batches(micro_batches_of(plan, Sharing(rank, world), first=first, last=9))
         return {(micro.step, micro.number): [part.tolist() for part in batch] for micro, batch in stream}
 
 
@@ -176,7 +183,7 @@ def test_augmentation_differs_between_items_micro_batches_and_epochs() -> None:
 
 
 def test_what_else_draws_random_numbers_does_not_change_a_batch() -> None:
-    micro = next(micro_batches_of(Plan(55, 16, 4), Sharing(), 0, 1))
+    micro = next(micro_batches_of(Plan(length=55, batch_size=16, micro_batch_size=4), Sharing(), first=0, last=1))
     fetch = fetcher(Noisy(), None)
     first = fetch(micro)
     torch.rand(100), np.random.rand(3), random.random()
@@ -185,7 +192,7 @@ def test_what_else_draws_random_numbers_does_not_change_a_batch() -> None:
 
 
 def test_dropout_draws_from_other_numbers_than_augmentation() -> None:
-    micro = next(micro_batches_of(Plan(55, 16, 4), Sharing(), 0, 1))
+    micro = next(micro_batches_of(Plan(length=55, batch_size=16, micro_batch_size=4), Sharing(), first=0, last=1))
     augmented = fetcher(Noisy(), None)(micro)[3][0]
     seed_compute(micro.seed, CPU)
     assert not torch.equal(torch.rand(2), augmented)
@@ -197,7 +204,7 @@ def test_dropout_draws_from_other_numbers_than_augmentation() -> None:
 
 def test_tensors_fetched_as_a_whole_are_those_fetched_item_by_item() -> None:
     points, labels = torch.randn(55, 3), torch.arange(55)
-    micro = next(micro_batches_of(Plan(55, 16, 4), Sharing(), 0, 1))
+    micro = next(micro_batches_of(Plan(length=55, batch_size=16, micro_batch_size=4), Sharing(), first=0, last=1))
     whole = fetcher(TensorDataset(points, labels), None)(micro)
     pairs = [(points[i], labels[i]) for i in range(55)]
     single = fetcher(pairs, None)(micro)
@@ -210,7 +217,7 @@ def test_parts_of_tensors_are_fetched_as_a_whole_too_and_nothing_else_that_only_
             return tuple(2 * item for item in super().__getitem__(index))
 
     points, labels = torch.randn(80, 3), torch.arange(80)
-    micro = next(micro_batches_of(Plan(25, 16, 8), Sharing(), 0, 1))
+    micro = next(micro_batches_of(Plan(length=25, batch_size=16, micro_batch_size=8), Sharing(), first=0, last=1))
     part = Subset(Subset(TensorDataset(points, labels), range(10, 70, 2)), [*range(25, 0, -1)])
     for dataset in (part, Subset(Doubled(points, labels), range(30)), Subset(TensorDataset(points), [-1] * 25)):
         single = fetcher([dataset[index] for index in range(25)], None)(micro)
@@ -220,7 +227,7 @@ def test_parts_of_tensors_are_fetched_as_a_whole_too_and_nothing_else_that_only_
 
 
 def test_a_row_that_a_part_names_and_the_tensors_lack_is_an_error_of_its_own() -> None:
-    micro = next(micro_batches_of(Plan(3, 3, 3), Sharing(), 0, 1))
+    micro = next(micro_batches_of(Plan(length=3, batch_size=3, micro_batch_size=3), Sharing(), first=0, last=1))
     with pytest.raises(IndexError) as raised:
         fetcher(Subset(TensorDataset(torch.zeros(5)), [0, 9, 1]), None)(micro)
     assert getattr(raised.value, "sample", "") == "sample 1 of the training set"
@@ -234,20 +241,20 @@ def test_a_data_set_that_gives_many_items_at_once_is_asked_once() -> None:
             self.asked.append(indices)
             return [torch.tensor(index) for index in indices]
 
-    micro = next(micro_batches_of(Plan(55, 16, 4), Sharing(), 0, 1))
+    micro = next(micro_batches_of(Plan(length=55, batch_size=16, micro_batch_size=4), Sharing(), first=0, last=1))
     assert fetcher(Many(), None)(micro).tolist() == micro.indices.tolist()
     assert Many.asked == [micro.indices.tolist()]
 
 
 def test_a_collation_of_the_tasks_own_gets_the_items_in_order() -> None:
-    micro = next(micro_batches_of(Plan(55, 16, 4), Sharing(), 0, 1))
+    micro = next(micro_batches_of(Plan(length=55, batch_size=16, micro_batch_size=4), Sharing(), first=0, last=1))
     assert fetcher(range(100, 155), tuple)(micro) == tuple(100 + micro.indices)
 
 
 def test_conversion_reaches_floating_point_tensors_in_any_nesting_and_nothing_else() -> None:
     pair = collections.namedtuple("pair", "a b")
     batch = {"x": [torch.ones(2), (torch.ones(2).int(), "text")], "y": pair(torch.ones(1), 3)}
-    moved = to_device(batch, CPU, torch.float64)
+    moved = to_device(batch, CPU, dtype=torch.float64)
     assert moved["x"][0].dtype == moved["y"].a.dtype == torch.float64
     assert moved["x"][1][0].dtype == torch.int32
     assert moved["x"][1][1] == "text"
@@ -256,11 +263,11 @@ def test_conversion_reaches_floating_point_tensors_in_any_nesting_and_nothing_el
 
 def test_what_a_collation_of_ones_own_may_return_keeps_its_kind() -> None:
     lists = collections.defaultdict(list, {"x": [torch.ones(2)]})
-    moved = to_device(lists, CPU, torch.float64)
+    moved = to_device(lists, CPU, dtype=torch.float64)
     assert type(moved) is collections.defaultdict and moved["other"] == [] and moved["x"][0].dtype == torch.float64
     assert lists["x"][0].dtype == torch.float32
     packed = pack_sequence([torch.ones(3, 1), torch.ones(2, 1)])
-    there = to_device(packed, torch.device("meta"), torch.float64)
+    there = to_device(packed, torch.device("meta"), dtype=torch.float64)
     assert there.data.device.type == "meta" and there.data.dtype == torch.float64
     assert torch.equal(there.batch_sizes, packed.batch_sizes)
 
@@ -280,8 +287,10 @@ def test_samples_are_made_on_one_thread_whoever_makes_them(workers: int) -> None
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
-        with Loader(Threads(), {}, None, workers, CPU, None) as loader:
-            for _, batch in loader.batches(micro_batches_of(Plan(8, 4, 4), Sharing(), 0, 2)):
+        with Loader(Threads(), {}, collate=None, workers=workers, device=CPU, dtype=None) as loader:
+            for _, batch in loader.batches(
+                micro_batches_of(Plan(length=8, batch_size=4, micro_batch_size=4), Sharing(), first=0, last=2)
+            ):
                 assert batch.tolist() == [1] * 4
         assert torch.get_num_threads() == 2
     finally:
@@ -296,9 +305,9 @@ def test_a_batch_has_arrived_before_anything_is_asked_of_the_device(workers: int
         seen.append("on the device")
         return batch
 
-    plan = Plan(55, 16, 4)
-    with Loader(range(55), {}, None, workers, CPU, None, on_device=on_device) as loader:
-        for _ in loader.batches(micro_batches_of(plan, Sharing(), 0, 1), lambda: seen.append("arrived")):
+    plan = Plan(length=55, batch_size=16, micro_batch_size=4)
+    with Loader(range(55), {}, collate=None, workers=workers, device=CPU, dtype=None, on_device=on_device) as loader:
+        for _ in loader.batches(micro_batches_of(plan, Sharing(), first=0, last=1), lambda: seen.append("arrived")):
             seen.append("taken")
     assert seen == ["arrived", "on the device", "taken"] * plan.micro_batches(0)
 
@@ -307,13 +316,18 @@ def test_data_that_are_kept_on_the_device_are_taken_there_once_and_give_the_same
     numbers, labels = torch.rand(55, 3), torch.arange(55)
     both = TensorDataset(numbers, labels)
     parts = Subset(Subset(both, range(5, 50)), range(2, 40)), Subset(both, range(50, 55))
-    micros = [*micro_batches_of(Plan(38, 16, 4), Sharing(), 0, 2), *evaluation_micro_batches(Plan(5, 4, 4), Sharing())]
-    with Loader(parts[0], {"": parts[1]}, None, 0, CPU, None, keeps=True) as loader:
+    micros = [
+        *micro_batches_of(Plan(length=38, batch_size=16, micro_batch_size=4), Sharing(), first=0, last=2),
+        *evaluation_micro_batches(Plan(length=5, batch_size=4, micro_batch_size=4), Sharing()),
+    ]
+    with Loader(parts[0], {"": parts[1]}, collate=None, workers=0, device=CPU, dtype=None, keeps=True) as loader:
         for micro, (rows, of) in loader.batches(iter(micros)):
             assert torch.equal(of, torch.from_numpy(micro.indices) + (50 if micro.evaluation else 7))
             assert torch.equal(rows, numbers[of])
     elsewhere = torch.device("meta")
-    with Loader(parts[0], {"": parts[1]}, None, 0, elsewhere, torch.float64, keeps=True) as loader:
+    with Loader(
+        parts[0], {"": parts[1]}, collate=None, workers=0, device=elsewhere, dtype=torch.float64, keeps=True
+    ) as loader:
         for micro, (rows, of) in loader.batches(iter(micros)):
             assert rows.device == of.device == elsewhere and rows.shape == (len(micro.indices), 3)
     assert numbers.device == CPU
@@ -325,24 +339,29 @@ def test_an_error_of_the_data_set_reaches_the_run(workers: int) -> None:
         def __getitem__(self, index: int) -> Any:
             raise KeyError(f"no sample {index}")
 
-    with Loader(Broken(), {}, None, workers, CPU, None) as loader:
-        stream = loader.batches(micro_batches_of(Plan(55, 16, 4), Sharing(), 0, 1))
+    with Loader(Broken(), {}, collate=None, workers=workers, device=CPU, dtype=None) as loader:
+        stream = loader.batches(
+            micro_batches_of(Plan(length=55, batch_size=16, micro_batch_size=4), Sharing(), first=0, last=1)
+        )
         with pytest.raises(KeyError, match="no sample"):
             next(stream)
 
 
 def test_both_data_sets_are_fetched_in_the_order_of_the_plan_and_a_pass_may_be_left_for_another() -> None:
-    plan, evaluation = Plan(55, 16, 4), Plan(9, 16, 4)
-    with Loader(range(100, 155), {"": range(200, 209)}, tuple, 2, CPU, None) as loader:
+    plan, evaluation = (
+        Plan(length=55, batch_size=16, micro_batch_size=4),
+        Plan(length=9, batch_size=16, micro_batch_size=4),
+    )
+    with Loader(range(100, 155), {"": range(200, 209)}, collate=tuple, workers=2, device=CPU, dtype=None) as loader:
         workers = multiprocessing.active_children()
         assert len(workers) == 2
 
         def both() -> Iterator[MicroBatch]:
-            yield from micro_batches_of(plan, Sharing(), 0, 1)
+            yield from micro_batches_of(plan, Sharing(), first=0, last=1)
             yield from evaluation_micro_batches(evaluation, Sharing())
-            yield from micro_batches_of(plan, Sharing(), 1, 2)
+            yield from micro_batches_of(plan, Sharing(), first=1, last=2)
 
-        first = [micro.indices + 100 for micro in micro_batches_of(plan, Sharing(), 0, 1)]
+        first = [micro.indices + 100 for micro in micro_batches_of(plan, Sharing(), first=0, last=1)]
         for _ in range(2):
             stream = loader.batches(both())
             got = [list(batch) for _, batch in itertools.islice(stream, 6)]  # the rest is under way when it is left
@@ -371,15 +390,19 @@ def paced(workers: int, first: int = 0, sets_epoch: bool = True) -> dict[tuple[i
     """What is fetched from step `first` on, of parts of two data sets, with an evaluation of one after step 6."""
     one, other = Paced(40), Paced(30)
     train_set = ConcatDataset([Subset(Subset(one, range(40)), range(30)), other])
-    plan = Plan(60, 16, 8, seed=3)
+    plan = Plan(length=60, batch_size=16, micro_batch_size=8, seed=3)
 
     def micros() -> Iterator[MicroBatch]:
-        yield from micro_batches_of(plan, Sharing(), first, 6)
-        yield from evaluation_micro_batches(Plan(10, 8, 8), Sharing(), 1, plan.epoch(5))
-        yield from micro_batches_of(plan, Sharing(), 6, 11)
+        yield from micro_batches_of(plan, Sharing(), first=first, last=6)
+        yield from evaluation_micro_batches(
+            Plan(length=10, batch_size=8, micro_batch_size=8), Sharing(), evaluation=1, epoch=plan.epoch(5)
+        )
+        yield from micro_batches_of(plan, Sharing(), first=6, last=11)
 
     evaluated = {"": Subset(one, range(30, 40))}
-    with Loader(train_set, evaluated, None, workers, CPU, None, sets_epoch=sets_epoch) as loader:
+    with Loader(
+        train_set, evaluated, collate=None, workers=workers, device=CPU, dtype=None, sets_epoch=sets_epoch
+    ) as loader:
         return {
             (micro.evaluation, micro.step, micro.number): torch.stack(batch).tolist()
             for micro, batch in loader.batches(micros())
@@ -404,8 +427,11 @@ def test_a_worker_that_is_stuck_in_a_sample_is_ended_too() -> None:
                 time.sleep(1e6)
             raise KeyError("no sample")
 
-    micros = [MicroBatch(0, number, np.array([number]), 0) for number in (1, 0)]
-    with Loader(Stuck(), {}, None, 2, CPU, None) as loader, pytest.raises(KeyError, match="no sample"):
+    micros = [MicroBatch(step=0, number=number, indices=np.array([number]), seed=0) for number in (1, 0)]
+    with (
+        Loader(Stuck(), {}, collate=None, workers=2, device=CPU, dtype=None) as loader,
+        pytest.raises(KeyError, match="no sample"),
+    ):
         next(loader.batches(iter(micros)))
     assert not multiprocessing.active_children()
 
@@ -421,7 +447,7 @@ def test_no_worker_is_left_where_the_system_has_no_room_for_all(monkeypatch: pyt
 
     monkeypatch.setattr(os, "fork", limited)
     with pytest.raises(BlockingIOError):
-        Loader(Noisy(), {}, None, 4, CPU, None)
+        Loader(Noisy(), {}, collate=None, workers=4, device=CPU, dtype=None)
     assert not multiprocessing.active_children()
 
 

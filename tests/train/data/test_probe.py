@@ -48,7 +48,7 @@ class Points(Dataset[Any]):
 
 def _looked_at(kind: str) -> tuple[list[str], Points]:
     dataset = Points(kind)
-    return probe.why_not_exact({"training": dataset}, None, _looked_at, 4, 7), dataset
+    return probe.why_not_exact({"training": dataset}, collate=None, made_by=_looked_at, batch=4, seed=7), dataset
 
 
 def test_a_sample_that_differs_is_named_and_nothing_is_left_of_the_look_at_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -63,7 +63,12 @@ def test_a_sample_that_differs_is_named_and_nothing_is_left_of_the_look_at_it(mo
         assert "of the training set differs in ['y'] when fetched twice" in line
         assert (dataset.calls, dataset.seeds.n_children_spawned) == (0, 0)
         assert (random.getstate(), torch.get_rng_state().tolist()) == before
-    assert probe.why_not_exact({"training": TensorDataset(torch.ones(4))}, None, _looked_at, 4, 7) == []
+    assert (
+        probe.why_not_exact(
+            {"training": TensorDataset(torch.ones(4))}, collate=None, made_by=_looked_at, batch=4, seed=7
+        )
+        == []
+    )
 
 
 def test_a_slow_data_set_does_not_hold_a_launch(monkeypatch: pytest.MonkeyPatch) -> None:

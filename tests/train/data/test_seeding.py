@@ -256,7 +256,7 @@ def test_what_a_task_file_and_a_base_class_draw_from_is_seeded(monkeypatch: pyte
     task = types.ModuleType("the_task")
     monkeypatch.setitem(sys.modules, "the_task", task)
     exec(OTHER_FILE, vars(task))
-    micro = MicroBatch(0, 0, np.arange(4), 7)
+    micro = MicroBatch(step=0, number=0, indices=np.arange(4), seed=7)
     batches = [gatherer(Derived(task.augment), None, False, task.datasets)(micro)[0] for _ in range(2)]
     assert torch.equal(*batches)
 

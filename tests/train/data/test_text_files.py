@@ -56,11 +56,12 @@ from train.launcher.request import Request, resolve
 from train.data.plan import Plan, micro_batches_of
 from train.data.plan import Sharing
 from train.data.fetch import fetcher
-task, config = resolve(Request("text", {"data.root": sys.argv[1]}))
+task, config = resolve(Request(task="text", flags={"data.root": sys.argv[1]}))
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 train, held_out = task.datasets(config)
 fetch = fetcher(train, None)
-for micro in micro_batches_of(Plan(len(train), 64, 64), Sharing(), 0, 500):
+for micro in micro_batches_of(Plan(length=len(train), batch_size=64, micro_batch_size=64), Sharing(), first=0,
+last=500):
     inputs, targets = fetch(micro)
     assert (inputs[:, 1:] == targets[:, :-1]).all() and ((inputs + 1) % 256 == targets).all()
 print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024)

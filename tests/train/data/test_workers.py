@@ -94,10 +94,12 @@ class Rows(Dataset[Any]):
 @pytest.mark.parametrize("kind", ["plain", "sqlite", "h5py", "lmdb", "arrow", "parquet"])
 def test_workers_do_not_move_each_others_place_in_an_open_file(kind: str, tmp_path: Path) -> None:
     dataset = Rows(kind, tmp_path)
-    plan = Plan(COUNT, 16, 16)
-    with Loader(dataset, {}, None, 3, torch.device("cpu"), None) as loader:
+    plan = Plan(length=COUNT, batch_size=16, micro_batch_size=16)
+    with Loader(dataset, {}, collate=None, workers=3, device=torch.device("cpu"), dtype=None) as loader:
         seen = 0
-        for _, (indices, rows) in loader.batches(micro_batches_of(plan, Sharing(), 0, 2 * plan.steps_per_epoch)):
+        for _, (indices, rows) in loader.batches(
+            micro_batches_of(plan, Sharing(), first=0, last=2 * plan.steps_per_epoch)
+        ):
             for index, row in zip(indices.tolist(), rows, strict=True):
                 assert np.array_equal(row.numpy(), ROWS[index])
                 seen += 1
@@ -109,7 +111,7 @@ def test_a_file_that_workers_may_not_open_is_refused_with_the_way_out(tmp_path: 
     dataset = Rows("sqlite", tmp_path)
     (tmp_path / "rows.sqlite").chmod(0)
     with contextlib.closing(dataset.handle), pytest.raises(Refused, match=r"rows\.sqlite .* open it in __getitem__"):
-        Loader(dataset, {}, None, 2, torch.device("cpu"), None)
+        Loader(dataset, {}, collate=None, workers=2, device=torch.device("cpu"), dtype=None)
 
 
 def waits(ends: threading.Event, begun: threading.Event | None = None) -> None:
@@ -164,14 +166,23 @@ def running(kind: str) -> Iterator[None]:
 @pytest.mark.parametrize("kind", ["refresh", "own class", "pool", "timer", "without a name"])
 def test_workers_are_not_forked_beside_a_thread_of_the_task(kind: str) -> None:
     with running(kind), pytest.raises(Refused, match=rf"1 thread .*\({kind}.*\).*__getitem__.*--data\.workers 0"):
-        Loader(range(8), {}, None, 1, torch.device("cpu"), None)
+        Loader(range(8), {}, collate=None, workers=1, device=torch.device("cpu"), dtype=None)
     assert not multiprocessing.active_children()
 
 
 @pytest.mark.parametrize("kind", ["of tqdm", "ending"])
 def test_threads_of_libraries_and_those_that_end_are_in_nobodys_way(kind: str) -> None:
-    with running(kind), Loader(range(8), {}, None, 1, torch.device("cpu"), None) as loader:
-        assert len(list(loader.batches(micro_batches_of(Plan(8, 4, 4), Sharing(), 0, 2)))) == 2
+    with running(kind), Loader(range(8), {}, collate=None, workers=1, device=torch.device("cpu"), dtype=None) as loader:
+        assert (
+            len(
+                list(
+                    loader.batches(
+                        micro_batches_of(Plan(length=8, batch_size=4, micro_batch_size=4), Sharing(), first=0, last=2)
+                    )
+                )
+            )
+            == 2
+        )
 
 
 def test_the_lock_of_a_run_stays_held_by_its_workers(tmp_path: Path) -> None:
@@ -182,8 +193,12 @@ def test_the_lock_of_a_run_stays_held_by_its_workers(tmp_path: Path) -> None:
     (tmp_path / "lock").touch()
     lock = run.acquire()
     assert lock is not None
-    with Loader(Rows("plain", tmp_path), {}, None, 2, torch.device("cpu"), None) as loader:
-        next(loader.batches(micro_batches_of(Plan(COUNT, 16, 16), Sharing(), 0, 8)))
+    with Loader(Rows("plain", tmp_path), {}, collate=None, workers=2, device=torch.device("cpu"), dtype=None) as loader:
+        next(
+            loader.batches(
+                micro_batches_of(Plan(length=COUNT, batch_size=16, micro_batch_size=16), Sharing(), first=0, last=8)
+            )
+        )
         lock.release()
         assert run.alive()
     assert not run.alive()

@@ -78,7 +78,7 @@ def written(folder: Path, norm: str, width: int) -> Path:
 def test_a_launch_is_refused_where_torch_would_fail(
     tmp_path: Path, norm: tuple[str, int], flags: dict[str, str], ranks: int, said: str
 ) -> None:
-    request = Request(str(written(tmp_path, *norm)), FLAGS | flags, ranks=ranks)
+    request = Request(task=str(written(tmp_path, *norm)), flags=FLAGS | flags, ranks=ranks)
     if not said:
         assert prepare(request).record["samples"] == 33
         return
@@ -99,8 +99,18 @@ def test_a_resume_and_a_fork_are_refused_with_what_goes_on(station: Station) -> 
 
 
 def test_the_first_step_with_a_single_sample_is_found_from_any_step_on() -> None:
-    whole, even = Plan(33, 16, 5, drop_last=True), Plan(33, 16, 5, is_even=True)
-    for plan in (Plan(33, 16, 16), Plan(33, 16, 15), Plan(5, 16, 4), Plan(33, 11, 10), whole, even):
+    whole, even = (
+        Plan(length=33, batch_size=16, micro_batch_size=5, drop_last=True),
+        Plan(length=33, batch_size=16, micro_batch_size=5, is_even=True),
+    )
+    for plan in (
+        Plan(length=33, batch_size=16, micro_batch_size=16),
+        Plan(length=33, batch_size=16, micro_batch_size=15),
+        Plan(length=5, batch_size=16, micro_batch_size=4),
+        Plan(length=33, batch_size=11, micro_batch_size=10),
+        whole,
+        even,
+    ):
         for first in range(8):
             steps = range(first, 9)
             assert first_alone(plan, steps) == next((step for step in steps if plan.smallest(step) == 1), None)

@@ -64,7 +64,7 @@ def test_a_launch_is_refused_where_the_first_step_would_be(
     monkeypatch.setattr(torch, "__version__", "2.7.1")
     task = tmp_path / "task.py"
     task.write_text(TASK.replace("{forward}", forward).replace("{loss}", loss))
-    request = Request(str(task), FLAGS | flags)
+    request = Request(task=str(task), flags=FLAGS | flags)
     if not said:
         assert prepare(request).record["samples"] == 16
         return
@@ -77,4 +77,4 @@ def test_nothing_is_refused_on_a_torch_that_nobody_has_asked(tmp_path: Path, mon
     monkeypatch.setattr(torch, "__version__", "2.14.0")
     task = tmp_path / "task.py"
     task.write_text(TASK.replace("{forward}", POOLED).replace("{loss}", MEAN))
-    assert prepare(Request(str(task), FLAGS)).record["samples"] == 16
+    assert prepare(Request(task=str(task), flags=FLAGS)).record["samples"] == 16

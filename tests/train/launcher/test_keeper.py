@@ -148,7 +148,7 @@ def test_a_run_that_is_interrupted_again_and_again_without_progress_is_failed(
 
 
 def test_a_run_that_waits_for_the_engine_it_was_handed_to_is_left_alone(station: Station) -> None:
-    run = folders.create(station.runs, "queued", {}, {"submitted": {"engine": "slurm", "at": None}})
+    run = folders.create(station.runs, "queued", files={}, record={"submitted": {"engine": "slurm", "at": None}})
     os.utime(run.folder / "run.json", (1, 1))  # long ago
     before = run.read()
     assert station.ok("keeper", "--once").stderr == ""
@@ -162,7 +162,9 @@ def test_a_run_that_waits_for_the_engine_it_was_handed_to_is_left_alone(station:
 def test_a_run_whose_resume_was_taken_back_rests_if_it_was_its_users(
     by_keeper: bool, is_taken_up: bool, tmp_path: Path
 ) -> None:
-    run = folders.create(tmp_path, "a", {}, {"world_size": 1, "state": states.STOPPED, "stopped_by": "user"})
+    run = folders.create(
+        tmp_path, "a", files={}, record={"world_size": 1, "state": states.STOPPED, "stopped_by": "user"}
+    )
     lock = run.acquire()
     assert lock is not None
     agent.undo(LaunchRequest(kind="resume", runs=str(tmp_path), name="a", by_keeper=by_keeper), run, lock)
@@ -170,7 +172,7 @@ def test_a_run_whose_resume_was_taken_back_rests_if_it_was_its_users(
 
 
 def test_times_that_are_none_keep_no_run_from_coming_back(tmp_path: Path) -> None:
-    run = folders.create(tmp_path, "a", {}, {"world_size": 1})
+    run = folders.create(tmp_path, "a", files={}, record={"world_size": 1})
     attempt = {"number": 1, "started": "yesterday", "ended": "yesterday"}
     record = run.read() | {"script": "a.py", "attempts": [attempt], "kept": {"step": 0, "times": 1}}
     assert resumable.keeper_count(run, record)["times"] == 2
@@ -178,7 +180,7 @@ def test_times_that_are_none_keep_no_run_from_coming_back(tmp_path: Path) -> Non
 
 def test_waiting_for_other_machines_is_no_death_and_what_was_counted_before_stays(tmp_path: Path) -> None:
     cluster = {"least": 2, "most": 2, "node": 0, "rendezvous": "127.0.0.1:29400"}
-    run = folders.create(tmp_path, "a", {}, {"world_size": 2, "cluster": cluster})
+    run = folders.create(tmp_path, "a", files={}, record={"world_size": 2, "cluster": cluster})
     waited = {"state": states.INTERRUPTED, "ended": run_folder.now(), "attempts": []}
     record = run.read() | waited
     for _ in range(6):  # nobody else has come

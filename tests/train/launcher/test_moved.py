@@ -105,7 +105,7 @@ def test_mv_renames_a_finished_run(moving: Station) -> None:
 def test_what_mv_refuses_stays_as_it_is(
     station: Station, record: dict[str, Any], arguments: tuple[str, str], words: str
 ) -> None:
-    run = folders.create(station.runs, "trained", {}, record)
+    run = folders.create(station.runs, "trained", files={}, record=record)
     lock = run.acquire()
     done = station("mv", *arguments)
     assert done.returncode == 2 and words in done.stderr and done.stderr.count("\n") == 1, done.stderr
@@ -113,7 +113,7 @@ def test_what_mv_refuses_stays_as_it_is(
 
 
 def test_a_held_folder_has_its_files_and_its_present_path(tmp_path: Path) -> None:
-    run = folders.create(tmp_path / "runs", "a", {}, {}).held()
+    run = folders.create(tmp_path / "runs", "a", files={}, record={}).held()
     run.path.rename(tmp_path / "b")
     run.update(step=7)
     assert (Run(tmp_path / "b").read()["step"], run.name, run.path) == (7, "b", tmp_path / "b")
@@ -123,7 +123,7 @@ def test_a_held_folder_has_its_files_and_its_present_path(tmp_path: Path) -> Non
 
 
 def test_a_run_that_was_edited_is_not_made_the_stations_own_by_a_move(tmp_path: Path) -> None:
-    run = folders.create(tmp_path, "a", {"config.toml": "steps = 1\n"}, {})
+    run = folders.create(tmp_path, "a", files={"config.toml": "steps = 1\n"}, record={})
     (run.folder / "config.toml").write_text("steps = 2\n")
     moved = Run(run.folder.rename(tmp_path / "b"))
     assert tmux.note_move(moved, moved.read(), run.folder)

@@ -89,11 +89,11 @@ def test_a_resume_sees_what_its_run_folder_and_its_caller_say(
 ) -> None:
     """Of a run that was launched with this CUDA_VISIBLE_DEVICES, and of which --gpus chose these."""
     kept = environment.to_json(environment.keep({"CUDA_VISIBLE_DEVICES": saved} if saved else {}))
-    folders.create(tmp_path, "a", {environment.FILE: kept}, {"world_size": 1, "gpus": recorded})
+    folders.create(tmp_path, "a", files={environment.FILE: kept}, record={"world_size": 1, "gpus": recorded})
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", typed_with or saved or "")  # laid over, or put back
     if not (typed_with or saved):
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
-    launch = LaunchRequest("resume", str(tmp_path), "a", gpus=asked, visible=typed_with)
+    launch = LaunchRequest(kind="resume", runs=str(tmp_path), name="a", gpus=asked, visible=typed_with)
     assert choose(launch) == (1, seen)
     assert os.environ.get("CUDA_VISIBLE_DEVICES") == seen
 
@@ -102,14 +102,14 @@ def test_other_ranks_go_on_with_the_gpus_that_the_run_was_given(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     record = {"world_size": 2, "nproc": 2, "gpus": "1,2"}
-    folders.create(tmp_path, "a", {environment.FILE: environment.to_json(environment.keep({}))}, record)
+    folders.create(tmp_path, "a", files={environment.FILE: environment.to_json(environment.keep({}))}, record=record)
     for nproc, ranks in (("1", 1), ("auto", 2), ("3", 3)):
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-        assert choose(LaunchRequest("resume", str(tmp_path), "a", nproc=nproc)) == (ranks, "1,2")
+        assert choose(LaunchRequest(kind="resume", runs=str(tmp_path), name="a", nproc=nproc)) == (ranks, "1,2")
     with pytest.raises(Refused, match=r"2 are usable here; use --nproc 2, or others than 1,2: --gpus"):
         pick_device(config.Config(), 3, 0)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
-    more = LaunchRequest("resume", str(tmp_path), "a", nproc="3", gpus="3")
+    more = LaunchRequest(kind="resume", runs=str(tmp_path), name="a", nproc="3", gpus="3")
     assert choose(more) == (3, "0,1,2")
 
 
@@ -141,5 +141,7 @@ def test_the_record_of_a_script_names_the_gpu_that_was_asked_for(
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # so that it is afterwards what it was
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     (tmp_path / "script.py").touch()
-    launch = LaunchRequest("script", str(tmp_path / "runs"), "a", script=[str(tmp_path / "script.py")], gpus="1,2")
+    launch = LaunchRequest(
+        kind="script", runs=str(tmp_path / "runs"), name="a", script=[str(tmp_path / "script.py")], gpus="1,2"
+    )
     assert create_run.check(asdict(launch)).record["versions"]["gpu"] == "card 1"

@@ -119,10 +119,10 @@ def test_a_restart_of_torchrun_finds_its_run_beside_a_damaged_one(
 ) -> None:
     for name, value in (("TORCHELASTIC_RUN_ID", "job"), ("TORCHELASTIC_RESTART_COUNT", "1")):
         monkeypatch.setenv(name, value)
-    damaged = folders.create(tmp_path, "a", {}, {})
+    damaged = folders.create(tmp_path, "a", files={}, record={})
     (damaged.folder / "run.json").write_text("{")
-    ours = folders.create(tmp_path, "b", {}, {"torchelastic": f"job/{os.getppid()}"})
-    found, lock = foreground.open_under_torchrun(tmp_path, None, Request("digits", {}))
+    ours = folders.create(tmp_path, "b", files={}, record={"torchelastic": f"job/{os.getppid()}"})
+    found, lock = foreground.open_under_torchrun(tmp_path, None, Request(task="digits", flags={}))
     lock.release()
     assert found.path == ours.path
 

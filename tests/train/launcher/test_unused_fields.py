@@ -78,7 +78,7 @@ def test_what_has_no_effect_is_refused(tmp_path: Path, more: str, flags: dict[st
     task = tmp_path / "task.py"
     text = TASK.replace("def loss", "def _loss") if "def updates" in more else TASK
     task.write_text(text + more)
-    request = Request(str(task), {"device": "cpu"} | flags)
+    request = Request(task=str(task), flags={"device": "cpu"} | flags)
     if not words:
         prepare(request)
         return
@@ -91,17 +91,17 @@ def test_a_file_is_held_to_it_where_it_changes_something_and_defaults_are_not(tm
     task, file = tmp_path / "task.py", tmp_path / "shared.toml"
     task.write_text(TASK + OPTIMIZER)
     file.write_text('[optim]\nweight_decay = 0.3\nname = "adamw"\n[early_stopping]\npatience = 3\n[ema]\nwarmup = 0\n')
-    found = prepare(Request(str(task), {}, str(file)))
+    found = prepare(Request(task=str(task), flags={}, config_file=str(file)))
     assert {"optim.lr", "optim.name", "optim.weight_decay"} <= {*found.record["unused_fields"]}
     file.write_text('[early_stopping]\nmetric = "loss"\npatience = 3\n[ema]\ndecay = 0.9\nwarmup = 3\n')
-    prepare(Request(str(task), {"early_stopping.metric": "", "ema.decay": "none"}, str(file)))
+    prepare(Request(task=str(task), flags={"early_stopping.metric": "", "ema.decay": "none"}, config_file=str(file)))
     file.write_text("[ema]\nwarmup = 3\n")
     with pytest.raises(Refused, match=r"^ema.warmup = 3 in .*shared.toml has no effect without --ema.decay"):
-        prepare(Request(str(task), {}, str(file)))
+        prepare(Request(task=str(task), flags={}, config_file=str(file)))
     file.write_text("[optim]\nlr = 0.3\n")
     with pytest.raises(Refused, match=r"replaces optim.lr = 0.3 in .*shared.toml"):
-        prepare(Request(str(task), {}, str(file)))
-    prepare(Request("digits", {}, str(file)))
+        prepare(Request(task=str(task), flags={}, config_file=str(file)))
+    prepare(Request(task="digits", flags={}, config_file=str(file)))
 
 
 def test_no_command_creates_anything_and_ls_shows_no_value_that_is_not_used(station: Station) -> None:

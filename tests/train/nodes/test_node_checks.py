@@ -41,8 +41,8 @@ def test_copies_of_a_model_are_of_the_same_size_on_all_nodes() -> None:
 
 
 def test_a_folder_is_shared_where_what_node_0_has_written_is_seen(tmp_path: Path) -> None:
-    zero = folders.create(tmp_path, "a", {}, {})
-    one = folders.create(folders.of_node(tmp_path, 1), "a", {}, {})
+    zero = folders.create(tmp_path, "a", files={}, record={})
+    one = folders.create(folders.of_node(tmp_path, 1), "a", files={}, record={})
     assert not sees_folder(one.folder, "x")
     (zero.folder / SHARED).write_text("x")
     assert sees_folder(one.folder, "x") and not sees_folder(one.folder, "y")  # a copy of an earlier one

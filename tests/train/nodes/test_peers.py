@@ -29,7 +29,9 @@ def seconds_of_the_peer(
     tmp_path: Path, ranks: list[subprocess.Popen[bytes]], number: int, code: int | None = None
 ) -> float:
     """How long one rank lives after the other has been ended by this signal, or been seen to end with this code."""
-    run = folders.create(tmp_path, "a", {"config.toml": b"[watch]\n"}, {"step": 0, "epoch": 0, "world_size": 2})
+    run = folders.create(
+        tmp_path, "a", files={"config.toml": b"[watch]\n"}, record={"step": 0, "epoch": 0, "world_size": 2}
+    )
     run.logs(1).mkdir(parents=True)
     looks_after = TaskHealth(run.read_config(), run.logs(1), [0, 1])
     pids = [process.pid for process in ranks]

@@ -92,7 +92,9 @@ def test_ranks_that_find_no_gpu_leave_the_run_to_be_resumed(engine: Engine, stop
 
 
 def test_an_agent_does_not_start_it_again_and_again() -> None:
-    end = Outcome(0, Kind.DIED, reason="RuntimeError: No CUDA GPUs are available: a computes on GPUs", recurs=False)
+    end = Outcome(
+        rank=0, kind=Kind.DIED, reason="RuntimeError: No CUDA GPUs are available: a computes on GPUs", recurs=False
+    )
     facts = Facts("a", LaunchMode.LAUNCHED, outcomes={0: end}, deaths=3, max_restarts=3)
     decision = decide(facts)
     assert (decision.end, decision.state, decision.again) == ("died", None, False)
@@ -129,15 +131,15 @@ def test_ranks_that_torchrun_starts_on_several_machines_need_the_gpus_of_theirs_
 
     def prepared(rank_env: RankEnv) -> checks.Prepared:
         ranks, nodes = shape(rank_env)
-        return checks.prepare(Request("fake", dict(flags), ranks=ranks, nodes=nodes))
+        return checks.prepare(Request(task="fake", flags=dict(flags), ranks=ranks, nodes=nodes))
 
-    two_machines = prepared(RankEnv(0, 4, 0, 2))
+    two_machines = prepared(RankEnv(rank=0, size=4, local_rank=0, local_size=2))
     assert two_machines.config.device == "cuda"
     assert (two_machines.record["world_size"], two_machines.config.micro_batch_size) == (4, 2)
-    assert prepared(RankEnv(0, 2, 0, 2)).record["world_size"] == 2
+    assert prepared(RankEnv(rank=0, size=2, local_rank=0, local_size=2)).record["world_size"] == 2
     with pytest.raises(Refused, match="use --nproc 2"):  # one machine; and those that differ count as one
-        prepared(RankEnv(0, 3, 0, 3))
-    assert shape(RankEnv(0, 5, 0, 3)) == (5, range(1, 2))
+        prepared(RankEnv(rank=0, size=3, local_rank=0, local_size=3))
+    assert shape(RankEnv(rank=0, size=5, local_rank=0, local_size=3)) == (5, range(1, 2))
 
 
 def test_on_the_cpu_a_save_touches_no_device(engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -151,7 +153,7 @@ def test_on_the_cpu_a_save_touches_no_device(engine: Engine, tmp_path: Path, mon
     def opened() -> None:
         raise AssertionError("a device was opened")
 
-    run: Run = create(tmp_path, "a", {}, {})
+    run: Run = create(tmp_path, "a", files={}, record={})
     model = torch.nn.Linear(3, 3)
     optimizer = torch.optim.Adam(model.parameters())
     model(torch.ones(2, 3)).sum().backward()
@@ -159,8 +161,14 @@ def test_on_the_cpu_a_save_touches_no_device(engine: Engine, tmp_path: Path, mon
     optimizer.zero_grad()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "_lazy_init", opened)
-    saver = Saver(run, World(0, 1, 0, torch.device("cpu")), Config(), 1, lambda step: None)
-    state = TrainState(model, optimizer, Precision("fp32", torch.device("cpu")))
+    saver = Saver(
+        run,
+        World(0, size=1, local_rank=0, device=torch.device("cpu")),
+        config=Config(),
+        attempt=1,
+        saved=lambda step: None,
+    )
+    state = TrainState(module=model, optimizer=optimizer, precision=Precision("fp32", torch.device("cpu")))
     saver.prepare(state)
     saver.save(3, state, {})
     saver.wait()
@@ -233,10 +241,10 @@ def test_a_fork_that_cannot_use_a_gpu_any_more_is_found_before_ranks_are(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", lambda: True)
-    assert checks.prepare(Request(str(engine.task), {"batch_size": "16"})).config.device == "cpu"
+    assert checks.prepare(Request(task=str(engine.task), flags={"batch_size": "16"})).config.device == "cpu"
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     with pytest.raises(Refused, match="has asked CUDA for GPUs, and its forks cannot use them; find what Python"):
-        checks.prepare(Request(str(engine.task), {"batch_size": "16"}))
+        checks.prepare(Request(task=str(engine.task), flags={"batch_size": "16"}))
 
 
 def test_what_the_user_has_set_for_nccl_stays() -> None:

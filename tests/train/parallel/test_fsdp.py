@@ -65,7 +65,7 @@ def _place(folder: Path) -> None:
     model = Model()
     whole = [*model.parameters(), *model.buffers()]
     config = Config(parallel=Parallel(strategy="fsdp", wrap="Linear"))
-    sharded = FSDP(World(0, 1, 0, WHERE), config, Precision("fp32", WHERE))
+    sharded = FSDP(World(0, size=1, local_rank=0, device=WHERE), config, Precision("fp32", WHERE))
     sharded._find_divisor = lambda *_: 1.0  # type: ignore[method-assign] # its probes are no part of the model
     sharded.place(model)
     assert all(any(each is tensor for each in moved) for tensor in whole), "something was left where it was"
@@ -107,7 +107,9 @@ def _mixed(rank: int, folder: Path, name: str, recomputes: bool) -> None:
         recompute(model, "Block")
     shares = 2 if name == "hsdp" else None
     config = Config(parallel=Parallel(strategy=name, wrap="Block", shard_size=shares))  # type: ignore[arg-type]
-    strategy = FSDP(World(rank, dist.get_world_size(), rank, WHERE), config, Precision("bf16", WHERE))
+    strategy = FSDP(
+        World(rank, size=dist.get_world_size(), local_rank=rank, device=WHERE), config, Precision("bf16", WHERE)
+    )
     strategy.place(model)
     points, watch = torch.randn(2, WIDTH), Watch()
     with strategy.micro_batch(0, True):

@@ -67,7 +67,7 @@ def train(package: Path, folder: Path, *arguments: object, fault: str = "") -> s
 def test_each_line_of_the_table_names_a_class_and_fields_that_exist(info: strategies.StrategyInfo) -> None:
     cpu, ranks = torch.device("cpu"), 1 if info.is_for_one_rank else 2
     ours = Config(parallel=Parallel(strategy=info.name))
-    made = choose.make(World(0, ranks, 0, cpu), ours, Precision("fp32", cpu))
+    made = choose.make(World(0, size=ranks, local_rank=0, device=cpu), ours, Precision("fp32", cpu))
     assert made.__class__.__name__ == info.made_by.partition(":")[2]
     assert {f"parallel.{field}" for field in info.fields} <= config.fields().keys()
     methods = [name for name in dir(made) if not name.startswith("_") and inspect.ismethod(getattr(made, name))]

@@ -35,7 +35,7 @@ def test_every_rank_ends_with_the_sum_that_one_rank_makes(micros: int, world: in
     mail: dict[tuple[int, int], deque[float]] = defaultdict(deque)
 
     def work(rank: int) -> Generator[None, None, float]:
-        own = micro_batches_of_rank(rank, micros, world, True)
+        own = micro_batches_of_rank(rank, micros, world=world, is_ordered=True)
         held = {node: tree(node) for node in cover((0, micros), (own.start, own.stop))}
         # a rank adds by itself what is its own, and nothing else
         assert sorted(i for low, high in held for i in range(low, high)) == list(own)

@@ -49,7 +49,7 @@ def test_fp64_keeps_weights_and_inputs_in_float64(steady: Any) -> None:
 
 def test_fp16_on_a_cpu_is_refused_with_the_remedy(engine: Any) -> None:
     with pytest.raises(Refused, match="fp16 needs a GPU; on a CPU use --precision bf16"):
-        prepare(Request(str(engine.task), {"precision": "fp16", "device": "cpu"}))
+        prepare(Request(task=str(engine.task), flags={"precision": "fp16", "device": "cpu"}))
 
 
 T4, H100, H200 = Card("Tesla T4", (7, 5)), Card("NVIDIA H100", (9, 0)), Card("NVIDIA H200", (9, 0))
@@ -60,7 +60,7 @@ def launched(engine: Any, monkeypatch: pytest.MonkeyPatch, cards: list[Card], **
     monkeypatch.setattr(torch.cuda, "device_count", lambda: len(cards) or 1)
     monkeypatch.setattr(gpus, "cards", lambda: cards)
     flags = {key: str(value) for key, value in engine.flags.items()} | request.pop("flags", {})
-    return prepare(Request(str(request.pop("task", engine.task)), flags, **request))
+    return prepare(Request(task=str(request.pop("task", engine.task)), flags=flags, **request))
 
 
 @pytest.mark.parametrize(
@@ -99,7 +99,7 @@ def test_on_a_cpu_it_is_fp32_without_a_word(engine: Any) -> None:
 
 def test_tf32_is_refused_where_there_is_none_with_the_remedy(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(Refused, match="tf32 needs a GPU; use --precision fp32"):
-        prepare(Request(str(engine.task), {"precision": "tf32", "device": "cpu"}))
+        prepare(Request(task=str(engine.task), flags={"precision": "tf32", "device": "cpu"}))
     with pytest.raises(Refused, match=r"tf32 needs a GPU of .* 8\.0 or newer, and Tesla T4 has 7\.5; use --precision"):
         launched(engine, monkeypatch, [T4], flags={"precision": "tf32"})
 
@@ -145,12 +145,15 @@ def test_a_rank_that_has_scaled_no_loss_yet_takes_part_in_a_step_that_scales() -
     """Of fp16: a rank of whose first micro batch not a sample could be read."""
     made = Precision("fp32", torch.device("cpu"))
     made.scaler = torch.amp.GradScaler("cpu")
-    strategy, model = Strategy(World(0, 1, 0, torch.device("cpu")), Config(), made), torch.nn.Linear(2, 2)
+    strategy, model = (
+        Strategy(World(0, size=1, local_rank=0, device=torch.device("cpu")), Config(), made),
+        torch.nn.Linear(2, 2),
+    )
     strategy.place(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     strategy.start()
     strategy.backward(None, 0.0, torch.zeros(5))
-    strategy.scale_and_clip_gradients(optimizer, None)
+    strategy.scale_and_clip_gradients(optimizer, clip_norm=None)
     strategy.update(optimizer)
     assert made.scaler.get_scale() == 65536
 

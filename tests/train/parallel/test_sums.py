@@ -47,7 +47,7 @@ def loss(model: nn.Module, number: int, unused: tuple[int, ...]) -> Tensor:
 
 
 def ordered() -> Ordered:
-    world = World(0, 1, 0, torch.device("cpu"))
+    world = World(0, size=1, local_rank=0, device=torch.device("cpu"))
     return Ordered(world, Config(parallel=Parallel(reduce="ordered")), Precision("fp32", world.device))
 
 

@@ -21,7 +21,7 @@ def part(runs: Path, node: int, host: str, **more: Any) -> None:
     """Node's part of the run `a`."""
     cluster = {"least": 2, "most": 2, "node": node, "rendezvous": "127.0.0.1:29400", "wait_minutes": 1.0}
     where = folders.of_node(runs, node) if node else runs
-    folders.create(where, "a", {}, {"cluster": cluster, "host": host, **more})
+    folders.create(where, "a", files={}, record={"cluster": cluster, "host": host, **more})
 
 
 def test_a_machine_finds_its_own_part_of_a_run_that_machines_share(tmp_path: Path) -> None:
@@ -43,7 +43,7 @@ def test_what_an_engine_starts_is_node_0s_on_any_machine(tmp_path: Path) -> None
 @pytest.mark.parametrize("name", ["../../b", "..", ".", "*", "b/../a", "", "x" * 300])
 def test_no_name_leads_out_of_the_folder(tmp_path: Path, name: str) -> None:
     part(tmp_path / "runs", 1, HERE)
-    folders.create(tmp_path, "b", {}, {"host": HERE})
+    folders.create(tmp_path, "b", files={}, record={"host": HERE})
     with pytest.raises(Refused):
         folders.find(tmp_path / "runs", name)
 

@@ -153,7 +153,7 @@ def test_a_module_that_is_imported_late_is_the_one_of_the_launch(
         (tmp_path / name).write_text(text)
     needed = imports.read(tmp_path / "task.py", tmp_path)
     record = needed.record() | {"task_source": str(tmp_path / "task.py")}
-    made = folders.create(tmp_path / "runs", "a", {**needed.files()}, record)
+    made = folders.create(tmp_path / "runs", "a", files={**needed.files()}, record=record)
     run = owner.opened(made)
     monkeypatch.setattr(sys, "meta_path", [*sys.meta_path])
     code = copies.of_run(run, read_spec(run))

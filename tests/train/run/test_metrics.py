@@ -29,7 +29,7 @@ def evaluation(step: int, loss: float = 0.25) -> Evaluation:
 
 @pytest.fixture
 def run(tmp_path: Path) -> Run:
-    return folders.create(tmp_path, "a", {}, {"world_size": 1})
+    return folders.create(tmp_path, "a", files={}, record={"world_size": 1})
 
 
 def write(run: Run, *lines: metrics.Line) -> None:

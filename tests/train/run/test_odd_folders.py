@@ -23,7 +23,7 @@ pytestmark = pytest.mark.never_forgiven
 @pytest.fixture
 def run(tmp_path: Path) -> Run:
     """A run that was evaluated after each of its two checkpoints."""
-    run = folders.create(tmp_path, "a", {"config.toml": "seed = 1\n"}, {"world_size": 1, "task": "digits"})
+    run = folders.create(tmp_path, "a", files={"config.toml": "seed = 1\n"}, record={"world_size": 1, "task": "digits"})
     lines = [{"step": step, "epoch": 1, "eval": {"loss": 1 / step, "accuracy": 0.5}} for step in (1, 2)]
     run.metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
     for step in (1, 2):

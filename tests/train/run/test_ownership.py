@@ -70,7 +70,7 @@ def test_a_keeper_lets_the_copy_of_a_living_run_and_runs_of_other_stations_be(st
         station.wait_for_step(name, 1)
     shutil.copytree(station.runs / "mine", station.runs / "copied")
     assert station.run("copied").state() == "copy"
-    unborn = folders.create(station.runs, "unborn", {}, {"world_size": 1})
+    unborn = folders.create(station.runs, "unborn", files={}, record={"world_size": 1})
     unborn.update(station_digest=None)
     os.utime(unborn.folder / "run.json", (1, 1))  # long ago
     process = station.start("keeper")
@@ -118,7 +118,7 @@ def _record(**values: Any) -> Callable[[Run], Run]:
     ],
 )
 def test_a_run_that_is_not_as_it_was_started_rests_as_a_copy(change: Callable[[Run], Run], tmp_path: Path) -> None:
-    run = folders.create(tmp_path / "runs", "a", FILES, RECORD)
+    run = folders.create(tmp_path / "runs", "a", files=FILES, record=RECORD)
     assert run.state() == "interrupted" and resumable.is_resumable(run)
     run = change(run)
     assert run.state() == "copy" and resumable.is_resumable(run) is None

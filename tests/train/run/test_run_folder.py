@@ -27,7 +27,7 @@ pytestmark = pytest.mark.never_forgiven
 
 @pytest.fixture
 def run(tmp_path: Path) -> Run:
-    return folders.create(tmp_path / "runs", "a", {"config.toml": "x = 1\n"}, {"world_size": 1})
+    return folders.create(tmp_path / "runs", "a", files={"config.toml": "x = 1\n"}, record={"world_size": 1})
 
 
 def test_a_run_appears_with_all_its_files(run: Run) -> None:
@@ -58,7 +58,7 @@ from train.run.run_folder import Run
 
 runs = Path(sys.argv[1])
 run = Run(runs / "a")
-for ask in (run.alive, run.acquire, run.update, lambda: folders.create(runs, "b", {}, {})):
+for ask in (run.alive, run.acquire, run.update, lambda: folders.create(runs, "b", files={}, record={})):
     try:
         print("answered", ask())
     except Refused as error:
@@ -81,14 +81,14 @@ def test_where_there_are_no_locks_a_run_is_refused_and_none_is_made(run: Run) ->
 
 def test_a_run_that_cannot_be_made_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(TypeError):
-        folders.create(tmp_path, "a", {}, {"oops": object()})
+        folders.create(tmp_path, "a", files={}, record={"oops": object()})
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_name_is_given_once(run: Run) -> None:
     before = (run.folder / "run.json").read_bytes()
     with pytest.raises(Refused, match="exists"):
-        folders.create(run.folder.parent, "a", {"config.toml": "other"}, {})
+        folders.create(run.folder.parent, "a", files={"config.toml": "other"}, record={})
     assert (run.folder / "run.json").read_bytes() == before
     assert os.listdir(run.folder.parent) == ["a"]
 
@@ -96,7 +96,7 @@ def test_a_name_is_given_once(run: Run) -> None:
 def _create(runs: Path, barrier: object, number: int) -> None:
     barrier.wait()  # type: ignore[attr-defined]
     try:
-        folders.create(runs, "same", {"who": str(number)}, {"world_size": number})
+        folders.create(runs, "same", files={"who": str(number)}, record={"world_size": number})
     except Refused:
         sys.exit(2)
 
@@ -236,7 +236,7 @@ def test_attempts_are_counted_and_keep_how_they_ended(run: Run) -> None:
     run.end_attempt("died", "rank 1 died of SIGKILL", last_lines=["its last words"])
     assert run.begin_attempt(3, 0) == 2
     assert run.note_ready(7)
-    run.end_attempt(states.FINISHED, "", states.FINISHED)
+    run.end_attempt(states.FINISHED, "", state=states.FINISHED)
     record = run.read()
     assert [(a["number"], a["world_size"], a["end"]) for a in record["attempts"]] == [
         (1, 2, "died"), (2, 3, "finished"),
@@ -331,7 +331,7 @@ def test_a_process_that_stands_still_with_the_record_in_its_hands_keeps_no_note_
 
 def test_times_that_are_none_are_told_as_unknown(run: Run) -> None:
     damaged = run.read() | {"started": "yesterday"}
-    assert " ? " in listing([damaged], run.folder.parent).splitlines()[1]
+    assert " ? " in listing([damaged], runs=run.folder.parent).splitlines()[1]
 
 
 def test_a_record_is_read_also_where_memory_is_tight(run: Run) -> None:
@@ -369,7 +369,7 @@ def test_fields_of_a_newer_version_are_kept(run: Run) -> None:
 
 def test_a_damaged_run_is_named_in_a_line_and_hides_no_other(station: Any) -> None:
     for name in ("pipe", "half", "types", "whole"):
-        folders.create(station.runs, name, {}, {"world_size": 1})
+        folders.create(station.runs, name, files={}, record={"world_size": 1})
     (station.runs / "pipe" / "run.json").unlink()
     os.mkfifo(station.runs / "pipe" / "run.json")
     (station.runs / "half" / "run.json").write_text('{"state": "fin')

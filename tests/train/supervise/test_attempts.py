@@ -89,7 +89,9 @@ def test_a_stop_of_the_keeper_is_known_from_one_of_a_user_by_a_field(station: St
 
 
 def test_a_stopped_run_of_an_earlier_release_was_stopped_by_its_user(tmp_path: Path) -> None:
-    run = folders.create(tmp_path, "a", {}, {"state": states.STOPPED, "reason": "stopped after step 5 (SIGTERM)"})
+    run = folders.create(
+        tmp_path, "a", files={}, record={"state": states.STOPPED, "reason": "stopped after step 5 (SIGTERM)"}
+    )
     path = run.folder / "run.json"
     text = json.loads(path.read_text())
     del text["stopped_by"]
@@ -98,16 +100,26 @@ def test_a_stopped_run_of_an_earlier_release_was_stopped_by_its_user(tmp_path: P
 
 
 def test_a_run_that_was_not_stopped_was_stopped_by_nobody(tmp_path: Path) -> None:
-    run = folders.create(tmp_path, "a", {}, {"state": states.FAILED, "reason": "the task says: (train stop)"})
+    run = folders.create(
+        tmp_path, "a", files={}, record={"state": states.FAILED, "reason": "the task says: (train stop)"}
+    )
     assert run.read()["stopped_by"] is None
     run.begin_attempt(1, 0)
-    run.end_attempt(states.STOPPED, "", states.STOPPED, stopped_by=signals.USER)
+    run.end_attempt(states.STOPPED, "", state=states.STOPPED, stopped_by=signals.USER)
     run.begin_attempt(1, 0)
     assert run.read()["stopped_by"] is None
 
 
 def test_what_a_rank_leaves_behind_is_read_back_and_garbage_is_nothing(tmp_path: Path) -> None:
-    left = Outcome(3, Kind.DIED, 7, "ValueError: bad", recurs=True, traceback="a\nb\n", figures={"best": None})
+    left = Outcome(
+        rank=3,
+        kind=Kind.DIED,
+        step=7,
+        reason="ValueError: bad",
+        recurs=True,
+        traceback="a\nb\n",
+        figures={"best": None},
+    )
     outcome.write(tmp_path, left)
     assert outcome.read(tmp_path, 3) == left and outcome.read(tmp_path, 0) is None
     for rank, text in ((0, "{"), (1, "[]"), (2, '{"kind": "sleeping"}'), (4, '{"kind": "died", "unknown": 1}')):
@@ -118,11 +130,14 @@ def test_what_a_rank_leaves_behind_is_read_back_and_garbage_is_nothing(tmp_path:
 
 
 def test_the_cause_is_the_fault_that_would_come_again_and_then_the_first_one() -> None:
-    lost = Outcome(0, Kind.DIED, recurs=False, time=1.0)
-    bad, worse = Outcome(1, Kind.DIED, recurs=True, time=2.0), Outcome(2, Kind.FAILED, recurs=True, time=3.0)
+    lost = Outcome(rank=0, kind=Kind.DIED, recurs=False, time=1.0)
+    bad, worse = (
+        Outcome(rank=1, kind=Kind.DIED, recurs=True, time=2.0),
+        Outcome(rank=2, kind=Kind.FAILED, recurs=True, time=3.0),
+    )
     assert outcome.first_fault({0: lost, 2: worse, 1: bad}) == bad
     assert outcome.first_fault({0: lost}) == lost
-    assert outcome.first_fault({0: Outcome(0, Kind.FINISHED)}) is None
+    assert outcome.first_fault({0: Outcome(rank=0, kind=Kind.FINISHED)}) is None
 
 
 def _ends_written_in(path: Path) -> list[int]:

@@ -43,7 +43,7 @@ def facts(mode: LaunchMode, outcomes: tuple[Outcome, ...] = (), **more: Any) -> 
 
 
 def died(rank: int, reason: str, recurs: bool, at: float = 1.0) -> Outcome:
-    return Outcome(rank, Kind.DIED, reason=reason, recurs=recurs, time=at)
+    return Outcome(rank=rank, kind=Kind.DIED, reason=reason, recurs=recurs, time=at)
 
 
 def of_script(outcomes: tuple[Outcome, ...] = (), **more: Any) -> Facts:
@@ -51,12 +51,12 @@ def of_script(outcomes: tuple[Outcome, ...] = (), **more: Any) -> Facts:
     return facts(LAUNCHED, outcomes, program=programs.SCRIPT, **{"max_restarts": 0} | more)
 
 
-finished = Outcome(0, Kind.FINISHED, 9, figures={"weights_sha256": "ab", "epoch": 1})
-stopped = Outcome(0, Kind.STOPPED, 5, "SIGTERM", figures={"epoch": 1})
-pulled = Outcome(0, Kind.STOPPED, 5, "another rank was asked to")
-nan = Outcome(0, Kind.FAILED, 3, "the loss is nan at step 3", recurs=True)
-nan_1 = Outcome(1, Kind.FAILED, 3, "the loss is nan at step 3", recurs=True)
-refused = Outcome(0, Kind.REFUSED, 0, "task.py is missing; put the task's copy back", recurs=True)
+finished = Outcome(rank=0, kind=Kind.FINISHED, step=9, figures={"weights_sha256": "ab", "epoch": 1})
+stopped = Outcome(rank=0, kind=Kind.STOPPED, step=5, reason="SIGTERM", figures={"epoch": 1})
+pulled = Outcome(rank=0, kind=Kind.STOPPED, step=5, reason="another rank was asked to")
+nan = Outcome(rank=0, kind=Kind.FAILED, step=3, reason="the loss is nan at step 3", recurs=True)
+nan_1 = Outcome(rank=1, kind=Kind.FAILED, step=3, reason="the loss is nan at step 3", recurs=True)
+refused = Outcome(rank=0, kind=Kind.REFUSED, step=0, reason="task.py is missing; put the task's copy back", recurs=True)
 
 ENDS: list[tuple[str, Facts, dict[str, Any]]] = [
     # rank 0 has brought it to an end

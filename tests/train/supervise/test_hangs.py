@@ -180,7 +180,7 @@ def test_a_rank_may_compile_longer_than_it_may_be_silent(
 ) -> None:
     monkeypatch.setattr(health, "STOP_WAIT", 0.1)
     config = {"config.toml": b"[watch]\nhang_minutes = 0.001\n"}
-    run = folders.create(tmp_path, "a", config, {"step": 0, "epoch": 0, "world_size": 2})
+    run = folders.create(tmp_path, "a", files=config, record={"step": 0, "epoch": 0, "world_size": 2})
     run.logs(1).mkdir(parents=True)
     waits, works = (heartbeat.Heart(run.logs(1) / f"rank{rank}.beat") for rank in range(2))
     waits.beat(heartbeat.TRAINING, 3)  # in a collective, for the other one

@@ -236,7 +236,7 @@ def wait(seconds: float, files: list[int]) -> None:
 
 def test_signals_that_ask_ranks_to_stop_do_not_end_the_process_that_forks_them(zygote: Zygote) -> None:
     """Slurm sends them to all processes of a job."""
-    waits = zygote.fork(f"{HERE}:wait", [600], [0, 1, 2])
+    waits = zygote.fork(f"{HERE}:wait", [600], files=[0, 1, 2])
     for number in (*POLITE, signal.SIGHUP):
         os.kill(psutil.Process(waits).ppid(), number)
     assert zygote.call(f"{HERE}:change")[0] == [1, 2] and lives(waits)
@@ -248,11 +248,11 @@ def test_signals_that_ask_ranks_to_stop_do_not_end_the_process_that_forks_them(z
 
 def test_what_a_zygote_has_forked_dies_with_it_and_with_who_has_asked_for_it(zygote: Zygote, station: Station) -> None:
     files = [0, 1, 2]
-    first = zygote.fork(f"{HERE}:wait", [600], files)
+    first = zygote.fork(f"{HERE}:wait", [600], files=files)
     os.kill(psutil.Process(first).ppid(), signal.SIGKILL)
     assert zygote.ended(60.0) == {first: -signal.SIGKILL} and zygote.is_lost
     other = forks.zygote(station.environment())
-    second = other.fork(f"{HERE}:wait", [600], files)
+    second = other.fork(f"{HERE}:wait", [600], files=files)
     other.close()
     is_ended(second)
 
@@ -274,7 +274,7 @@ def test_a_fork_that_the_machine_has_no_room_for_is_told_as_passing(
     station: Station, zygote: Zygote, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     station.runs.mkdir()
-    run = folders.create(station.runs, "f", {"config.toml": "cpu_threads = 1\n"}, {"world_size": 2})
+    run = folders.create(station.runs, "f", files={"config.toml": "cpu_threads = 1\n"}, record={"world_size": 2})
     lock = run.acquire()
     assert lock is not None
     forked: list[int] = []
@@ -282,12 +282,12 @@ def test_a_fork_that_the_machine_has_no_room_for_is_told_as_passing(
     def fork(*_: object, **__: object) -> int:  # the second one fails
         if forked:
             raise BlockingIOError(11, os.strerror(11))
-        forked.append(real(f"{HERE}:wait", [600], [0, 1, 2]))
+        forked.append(real(f"{HERE}:wait", [600], files=[0, 1, 2]))
         return forked[0]
 
     real = zygote.fork
     monkeypatch.setattr(zygote, "fork", fork)
-    ranks = TaskRanks(run, read_spec(run), lock, 2, zygote)
+    ranks = TaskRanks(run, read_spec(run), lock=lock, count=2, zygote=zygote)
     ranks.start(run.begin_attempt(2, 0))
     eventually("all ranks have ended", ranks.wait)
     lock.release()

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def made(**flags: str) -> tuple[Any, Any, Any]:
-    task, config = resolve(Request("digits", flags))
+    task, config = resolve(Request(task="digits", flags=flags))
     return task, config, task.datasets(config)
 
 

@@ -30,7 +30,7 @@ def test_reading_an_image_leaves_the_generator_of_the_process_alone() -> None:
 
 
 def test_settings_are_size_classes_and_count() -> None:
-    task, config = resolve(Request("fake", {"task.size": "9", "task.classes": "4", "task.count": "80"}))
+    task, config = resolve(Request(task="fake", flags={"task.size": "9", "task.classes": "4", "task.count": "80"}))
     train, evaluation = task.datasets(config)
     assert (len(train), len(evaluation)) == (80, 10)
     assert train[0][0].shape == (3, 9, 9)
@@ -40,7 +40,7 @@ def test_settings_are_size_classes_and_count() -> None:
 
 
 def test_any_model_of_torchvision_can_be_tried() -> None:
-    prepared = prepare(Request("fake", {"task.model": "squeezenet1_0", "task.size": "64"}))
+    prepared = prepare(Request(task="fake", flags={"task.model": "squeezenet1_0", "task.size": "64"}))
     assert prepared.record["samples"] == 2048
 
 

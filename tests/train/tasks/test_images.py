@@ -78,7 +78,7 @@ def cifar10(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def datasets(**flags: str) -> tuple[Any, Any]:
-    task, config = resolve(Request("images", SMALL | {k.replace("__", "."): v for k, v in flags.items()}))
+    task, config = resolve(Request(task="images", flags=SMALL | {k.replace("__", "."): v for k, v in flags.items()}))
     return task.datasets(config)
 
 
@@ -160,13 +160,15 @@ def test_a_data_set_of_torchvision_on_disk_is_read_in_its_own_format(
     cifar10(tmp_path, monkeypatch)
     train, evaluation = datasets(data__root=str(tmp_path), data__name="CIFAR10")
     assert (len(train), len(evaluation)) == (50, 10)
-    task, config = resolve(Request("images", {**SMALL, "data.root": str(tmp_path), "data.name": "CIFAR10"}))
+    task, config = resolve(Request(task="images", flags={**SMALL, "data.root": str(tmp_path), "data.name": "CIFAR10"}))
     assert make_model(task, config)[-1].out_features == 10
 
 
 def test_a_run_on_a_torchvision_data_set_knows_its_size(tmp_path: Path) -> None:
     mnist(tmp_path)
-    prepared = prepare(Request("images", {**SMALL, "data.root": str(tmp_path), "data.name": "MNIST", "epochs": "2"}))
+    prepared = prepare(
+        Request(task="images", flags={**SMALL, "data.root": str(tmp_path), "data.name": "MNIST", "epochs": "2"})
+    )
     assert prepared.record["samples"] == 40 and prepared.record["total_steps"] == 2
 
 
@@ -199,5 +201,5 @@ def test_nothing_is_ever_downloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     (tmp_path / "something").mkdir()
     for name in ("MNIST", "CIFAR10", "FashionMNIST", "SVHN", "Flowers102", "Food101"):
         with pytest.raises(Refused, match=name):
-            prepare(Request("images", {**SMALL, "data.root": str(tmp_path), "data.name": name}))
+            prepare(Request(task="images", flags={**SMALL, "data.root": str(tmp_path), "data.name": name}))
     assert [path.name for path in tmp_path.iterdir()] == ["something"]

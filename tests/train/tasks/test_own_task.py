@@ -111,7 +111,7 @@ def test_settings_are_flags_and_the_file_is_copied_with_its_digest(here: Station
     export(*with_spec(here.run("moons-wide")), here.folder / "wide.safetensors")
     assert load_file(here.folder / "wide.safetensors")["0.weight"].shape == (5, 2)
     with pytest.raises(Refused, match=r"did you mean task\.hidden"):
-        resolve(Request(str(here.folder / "mine" / "moons.py"), {"task.hiden": "5"}))
+        resolve(Request(task=str(here.folder / "mine" / "moons.py"), flags={"task.hiden": "5"}))
 
 
 @pytest.mark.never_forgiven
@@ -159,7 +159,7 @@ def test_a_resume_says_which_modules_beside_the_task_have_changed(here: Station)
 
 
 def test_of_a_built_in_task_no_imports_are_kept(tmp_path: Path) -> None:
-    record = prepare(Request("fake", {"steps": "1", "cpu_threads": "1", "device": "cpu"})).record
+    record = prepare(Request(task="fake", flags={"steps": "1", "cpu_threads": "1", "device": "cpu"})).record
     assert record["task_imports"] == {}
 
 

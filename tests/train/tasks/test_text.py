@@ -23,7 +23,7 @@ SMALL = {"task.context": "16", "task.width": "16", "task.layers": "2", "task.hea
 
 
 def made(root: Path) -> tuple[Any, Any]:
-    task, config = resolve(Request("text", {**SMALL, "data.root": str(root)}))
+    task, config = resolve(Request(task="text", flags={**SMALL, "data.root": str(root)}))
     return task.datasets(config)
 
 

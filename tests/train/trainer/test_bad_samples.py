@@ -18,7 +18,10 @@ FLAGS = {"precision": "fp64", "data__on_error": "skip", "eval__every_epochs": 0}
 
 def bad_ids() -> list[int]:
     """All of the second micro batch of step 2, and of the last, short one of step 4; one sample elsewhere."""
-    micros = {(m.step, m.number): m.indices.tolist() for m in micro_batches_of(Plan(55, 16, 4), Sharing(), 0, 4)}
+    micros = {
+        (m.step, m.number): m.indices.tolist()
+        for m in micro_batches_of(Plan(length=55, batch_size=16, micro_batch_size=4), Sharing(), first=0, last=4)
+    }
     return sorted([*micros[1, 1], *micros[3, 1], micros[0, 2][1]])
 
 
@@ -106,7 +109,7 @@ def test_a_step_without_any_sample_is_the_same_on_any_number_of_ranks(engine: An
 
 def engine_step(step: int) -> Any:
     """The samples of a step, counted from 1."""
-    micros = micro_batches_of(Plan(55, 16, 16), Sharing(), step - 1, step)
+    micros = micro_batches_of(Plan(length=55, batch_size=16, micro_batch_size=16), Sharing(), first=step - 1, last=step)
     return (micro.indices.tolist() for micro in micros)
 
 

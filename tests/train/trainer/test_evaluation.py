@@ -189,10 +189,10 @@ def test_metrics_that_have_the_loss_among_them_save_its_forward() -> None:
 
     model, batch = nn.Linear(2, 1), torch.ones(4, 2)
     one_forward: Any = SimpleNamespace(loss=loss, metrics=metrics, file="task.py")
-    figures = evaluation_figures(one_forward, model, model, batch, 4)
+    figures = evaluation_figures(one_forward, model, inference=model, batch=batch, samples=4)
     assert asked == ["metrics"] and list(figures) == ["loss", "largest"] and figures["loss"].count == 3
     two: Any = SimpleNamespace(loss=loss, metrics=lambda *_: {"largest": 1.0}, file="task.py")
-    figures = evaluation_figures(two, model, model, batch, 4)
+    figures = evaluation_figures(two, model, inference=model, batch=batch, samples=4)
     assert asked == ["metrics", "loss"] and list(figures) == ["loss", "largest"] and figures["loss"].count is None
 
 
@@ -200,7 +200,7 @@ def test_a_metric_that_is_no_number_is_named() -> None:
     for value, kind in (("high", "str"), ([0.5, 1], "a list of 2"), (torch.ones(2), "a tensor of shape")):
         task: Any = SimpleNamespace(loss=None, metrics=lambda *_, value=value: {"best": value}, file="task.py")
         with pytest.raises(TrainingFailed, match=f"metric best in task.py must return a scalar.*got {kind}"):
-            evaluation_figures(task, nn.Linear(1, 1), nn.Linear(1, 1), torch.ones(2), 2)
+            evaluation_figures(task, nn.Linear(1, 1), inference=nn.Linear(1, 1), batch=torch.ones(2), samples=2)
 
 
 def test_metrics_of_other_names_on_another_rank_are_an_error(engine: Any, tmp_path: Path) -> None:
@@ -216,7 +216,7 @@ def test_metrics_of_other_names_on_another_rank_are_an_error(engine: Any, tmp_pa
 
 def test_ranks_ask_each_other_for_a_stop_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     """On the device all that is queued there would have to be computed first."""
-    world = World(0, 2, 0, torch.device("meta"))
+    world = World(0, size=2, local_rank=0, device=torch.device("meta"))
     asked: list[torch.Tensor] = []
 
     def add(tensor: torch.Tensor) -> torch.Tensor:
@@ -247,7 +247,9 @@ def test_figures_come_to_the_host_together_however_many_there_are() -> None:
             for n in range(micros)
         }
         with _Counting() as mode:
-            figures, samples = summed(rows, ["loss", "accuracy"], micros + 5, World(0, 1, 0, torch.device("cpu")))
+            figures, samples = summed(
+                rows, ["loss", "accuracy"], micros + 5, World(0, size=1, local_rank=0, device=torch.device("cpu"))
+            )
         assert samples == 4 * micros
         assert figures == {"loss": (micros - 1) / 8, "accuracy": 2.5 / 3}
         counted.append(mode.calls)
@@ -326,4 +328,4 @@ def test_what_cannot_be_evaluated_is_refused(
     task = tmp_path / "task.py"
     task.write_text(engine.task.read_text() + NAMED.replace(*change))
     with pytest.raises(Refused, match=words):
-        prepare(Request(str(task), {"cpu_threads": "1", "checkpoint.best": best}))
+        prepare(Request(task=str(task), flags={"cpu_threads": "1", "checkpoint.best": best}))

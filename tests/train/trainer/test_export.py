@@ -65,7 +65,7 @@ def test_the_same_weights_are_the_same_file(finished: Station, tmp_path: Path) -
 
 
 def test_a_safetensors_file_says_where_it_comes_from(finished: Station, tmp_path: Path) -> None:
-    export(*with_spec(finished.run("done")), tmp_path / "model.safetensors", 20)
+    export(*with_spec(finished.run("done")), tmp_path / "model.safetensors", step=20)
     with safe_open(tmp_path / "model.safetensors", "pt") as file:
         assert file.metadata() == {"checkpoint": "done/step-00000020"}
     older = load_file(tmp_path / "model.safetensors")

@@ -71,8 +71,8 @@ def test_what_a_data_set_raises_in_a_worker_would_recur() -> None:
         def __getitem__(self, index: Any) -> Any:
             raise RuntimeError("no Connection between these samples")
 
-    micros = iter([MicroBatch(0, 0, np.arange(2), 0)])
-    loader = Loader(Broken([1, 2]), {}, None, 1, torch.device("cpu"), None)
+    micros = iter([MicroBatch(step=0, number=0, indices=np.arange(2), seed=0)])
+    loader = Loader(Broken([1, 2]), {}, collate=None, workers=1, device=torch.device("cpu"), dtype=None)
     with loader, pytest.raises(RuntimeError) as caught:
         next(loader.batches(micros))
     assert failure_of(caught.value, None)["recurs"]

@@ -11,7 +11,10 @@ from train.trainer.flops import Flops, peak
 
 
 def test_a_product_costs_two_operations_forward_and_four_backward() -> None:
-    plan, model = Plan(40, 8, 4), nn.Sequential(nn.Linear(3, 5), nn.ReLU(), nn.Linear(5, 2))
+    plan, model = (
+        Plan(length=40, batch_size=8, micro_batch_size=4),
+        nn.Sequential(nn.Linear(3, 5), nn.ReLU(), nn.Linear(5, 2)),
+    )
     flops = Flops(1000.0)
     with flops.counting(plan, Sharing(0, 2), 0):  # one of two micro batches is this rank's
         model(torch.ones(4, 3)).sum().backward()

@@ -69,7 +69,10 @@ def _micro_batch(model: Any, name: str, points: torch.Tensor) -> None:
 
 
 def test_a_buffer_is_named_in_which_each_micro_batch_leaves_another_value() -> None:
-    alone, points = World(0, 1, 0, torch.device("cpu")), torch.rand(4, 3, generator=torch.Generator().manual_seed(1))
+    alone, points = (
+        World(0, size=1, local_rank=0, device=torch.device("cpu")),
+        torch.rand(4, 3, generator=torch.Generator().manual_seed(1)),
+    )
     for name, micros, world, is_named in (
         ("centre", 2, alone, True),
         ("moved", 3, alone, True),

@@ -91,7 +91,7 @@ def test_what_is_no_prediction_and_no_figure_is_named(tmp_path: Path, predict: s
     )
     task = load(str(tmp_path / "task.py"))
     assert task.predict is not None
-    predictions = Predictions(task, World(0, 1, 0, torch.device("cpu")))
+    predictions = Predictions(task, World(0, size=1, local_rank=0, device=torch.device("cpu")))
     with pytest.raises(TrainingFailed, match=words):
         for number in range(2):
             predictions.add(number, task.predict(None, torch.ones(3)), 3)
@@ -99,7 +99,7 @@ def test_what_is_no_prediction_and_no_figure_is_named(tmp_path: Path, predict: s
 
 
 def test_tensors_are_kept_without_the_memory_that_they_are_a_part_of(tmp_path: Path) -> None:
-    predictions = Predictions(load(str(TASK)), World(0, 1, 0, torch.device("cpu")))
+    predictions = Predictions(load(str(TASK)), World(0, size=1, local_rank=0, device=torch.device("cpu")))
     large = torch.ones(4, 1000, dtype=torch.bfloat16)
     predictions.add(1, {"a": large[:, 0], "b": [{"box": row[:2]} for row in large]}, 4)
     predictions.add(0, {"a": 2 * large[:, 0], "b": [{"box": row[:1]} for row in large]}, 4)
@@ -115,7 +115,7 @@ def test_a_list_alone_is_given_as_one_list(tmp_path: Path) -> None:
     lines += "datasets = loss = model\n"
     (tmp_path / "task.py").write_text(f"def predict(model, batch): return batch.tolist()\n{lines}")
     task = load(str(tmp_path / "task.py"))
-    predictions = Predictions(task, World(0, 1, 0, torch.device("cpu")))
+    predictions = Predictions(task, World(0, size=1, local_rank=0, device=torch.device("cpu")))
     for number in (1, 0):
         predictions.add(number, [number + 1, 5], 2)
     assert predictions.figures(0, lambda phase: None) == {"sum": 13, "first": 1}

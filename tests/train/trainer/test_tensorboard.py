@@ -47,7 +47,7 @@ def test_every_line_is_shown_once_and_an_attempt_hides_what_the_one_before_wrote
 
 @pytest.mark.parametrize("left", [0, 60, 100], ids=["nothing", "a part", "all"])
 def test_the_next_attempt_shows_what_a_kill_took_along_and_nothing_twice(tmp_path: Path, left: int) -> None:
-    run = folders.create(tmp_path, "a", {}, {})
+    run = folders.create(tmp_path, "a", files={}, record={})
     lines = [line(1), line(2), evaluation(2, math.nan), line(3), line(4), evaluation(4, 0.25)]
     run.metrics.write_text("".join(metrics.metrics_text(one) + "\n" for one in lines))
     folder = run.folder / "tensorboard"

@@ -41,8 +41,8 @@ def _end(rank: int, folder: Path) -> None:
 
     mock.patch.object(train, "weights_sha256", slow).start()
     job: Any = SimpleNamespace(
-        strategy=SimpleNamespace(module=model), world=World(rank, 2, rank, torch.device("cpu")), optimizer=None,
-        config=Config(parallel=Parallel(strategy="fsdp")), snapshots=SimpleNamespace(hold=lambda: None),
+        strategy=SimpleNamespace(module=model), world=World(rank, size=2, local_rank=rank, device=torch.device("cpu")),
+        optimizer=None, config=Config(parallel=Parallel(strategy="fsdp")), snapshots=SimpleNamespace(hold=lambda: None),
     )  # fmt: skip
     digest = train.digest(job)
     (folder / f"{rank}").write_text(f"{len(digest)} {(folder / 'hashed').exists()}")

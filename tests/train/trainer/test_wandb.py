@@ -77,7 +77,7 @@ def test_every_line_is_sent_once_and_a_resume_goes_on_in_the_same_run(
 ) -> None:
     pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")
-    run = folders.create(tmp_path, "one", {"config.toml": "seed = 7\n"}, {"world_size": 1})
+    run = folders.create(tmp_path, "one", files={"config.toml": "seed = 7\n"}, record={"world_size": 1})
     lines_to(run, 1, 20)
     feed_once(run)
     first = json.loads((run.folder / wandb.FILE).read_text())
@@ -114,7 +114,7 @@ def test_a_run_does_not_notice_a_feed_that_fails_or_a_network_that_hangs(engine_
 
 @pytest.fixture
 def engine_less(tmp_path: Path, station: Any) -> Any:
-    run = folders.create(tmp_path / "r", "two", {"config.toml": "seed = 7\n"}, {"world_size": 1})
+    run = folders.create(tmp_path / "r", "two", files={"config.toml": "seed = 7\n"}, record={"world_size": 1})
     return run, station.environment()
 
 
@@ -130,7 +130,7 @@ def test_a_package_that_is_missing_is_refused(monkeypatch: pytest.MonkeyPatch) -
         importlib.util, "find_spec", lambda name, *more: None if name == "wandb" else found(name, *more)
     )
     with pytest.raises(Refused, match=r"pip install 'trainstation\[wandb\]'"):
-        prepare(Request("digits", {"log.wandb": "p", "cpu_threads": "1"}))
+        prepare(Request(task="digits", flags={"log.wandb": "p", "cpu_threads": "1"}))
 
 
 @pytest.mark.minutes

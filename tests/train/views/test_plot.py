@@ -23,7 +23,7 @@ from train.views.plot import Curves, plot
 
 
 def made(runs: Path, name: str, steps: int = 50, evaluations: bool = True, height: float = 1.0) -> Run:
-    run = folders.create(runs, name, {}, {"world_size": 1})
+    run = folders.create(runs, name, files={}, record={"world_size": 1})
     lines = []
     for step in range(1, steps + 1):
         lines.append(
@@ -106,7 +106,10 @@ def test_a_target_that_cannot_be_is_refused(tmp_path: Path, target: str, words: 
 
 
 def test_a_run_without_metrics_is_refused_by_name(tmp_path: Path) -> None:
-    runs = [made(tmp_path / "runs", "full"), folders.create(tmp_path / "runs", "fresh", {}, {"world_size": 1})]
+    runs = [
+        made(tmp_path / "runs", "full"),
+        folders.create(tmp_path / "runs", "fresh", files={}, record={"world_size": 1}),
+    ]
     with pytest.raises(Refused, match="fresh has no metrics"):
         plot(runs, tmp_path / "a.png")
     assert not (tmp_path / "a.png").exists()

@@ -197,7 +197,7 @@ def test_a_killed_run_and_its_resume(station: Any) -> None:
 
 
 def made(folder: Path, name: str = "run", **record: Any) -> Run:
-    run = folders.create(folder, "run", {}, {"world_size": 1} | record)
+    run = folders.create(folder, "run", files={}, record={"world_size": 1} | record)
     lines = [
         {"step": step, "epoch": 1, "loss": 1 / step, "lr": 0.1, "samples_per_s": 9.0, "data_wait": 0.0,
          "step_time": 0.1, "memory": 1}

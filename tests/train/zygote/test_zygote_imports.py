@@ -33,7 +33,7 @@ def test_a_fork_begins_with_one_thread_and_has_as_many_as_it_is_told(station: St
     zygote = forks.zygote(station.environment())
     with tempfile.TemporaryFile() as out, Path("/dev/null").open() as nothing:
         files = [nothing.fileno(), out.fileno(), out.fileno()]
-        pid = zygote.fork("tests.train.zygote.test_zygote_imports:report", [threads], files)
+        pid = zygote.fork("tests.train.zygote.test_zygote_imports:report", [threads], files=files)
         while pid not in (ended := zygote.ended(1.0)):
             pass
         zygote.close()

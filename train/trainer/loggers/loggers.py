@@ -55,7 +55,7 @@ class Loggers:
         self._best = config.checkpoint.best  # until an evaluation was held against it
         self._samples = Lines(samples_file(run, world.rank)) if config.log.samples else None
         self._metrics = Lines(run.metrics) if world.is_first else None
-        self._bar = Bar(run.name, total_steps, done, sys.stderr) if bar and has_bar(sys.stderr) else None
+        self._bar = Bar(run.name, total_steps, done=done, stream=sys.stderr) if bar and has_bar(sys.stderr) else None
         self._wandb = self._start_wandb(config.log.wandb) if world.is_first and config.log.wandb else None
         self._tensorboard: TensorBoard | None = None
         if world.is_first and config.log.tensorboard:
@@ -91,7 +91,7 @@ class Loggers:
         step, epoch, loss, speed = line["step"], line["epoch"], line["loss"], line["samples_per_s"]
         now = time.monotonic()
         if self._bar is not None:
-            self._bar.show(step, self._total_steps, epoch, format.figure(loss), speed)
+            self._bar.show(step, self._total_steps, epoch=epoch, loss=format.figure(loss), speed=speed)
         elif now >= self._next_line:
             self._next_line = now + _LINE_EVERY
             made = f"step {step}/{self._total_steps}  epoch {epoch}  loss {format.figure(loss)}"
