@@ -99,7 +99,8 @@ def why_given_up(record: Record, count: dict[str, int]) -> str:
     if count["times"] <= tries:
         return ""
     after = f" after step {count['step']}" if program.reports_steps(record["attempts"]) else ""
-    return f"interrupted {tries} times in a row {program.no_progress(spec)}{after}"
+    times = f"{tries} time{'s' if tries != 1 else ''}"
+    return f"interrupted {times} in a row {program.no_progress(spec)}{after}"
 
 
 def keeper_may_start(record: Record) -> bool:

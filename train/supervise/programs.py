@@ -367,17 +367,17 @@ class Script(Program):
 
 
 TASK, SCRIPT = Task(), Script()
-_BY_NAME: Mapping[str, Program] = {program.name: program for program in (TASK, SCRIPT)}
+PROGRAMS: Mapping[str, Program] = {program.name: program for program in (TASK, SCRIPT)}
 
 
 def of(spec: Spec) -> Program:
     """Return the program of a run."""
-    return _BY_NAME[spec.program]
+    return PROGRAMS[spec.program]
 
 
 def of_record(record: Record) -> Program:
     """Return the program of a run of which only the record was read."""
-    return _BY_NAME[specs.program_of(record)]
+    return PROGRAMS[specs.program_of(record)]
 
 
 def knows_steps(attempt: Attempt) -> bool:

@@ -1,0 +1,91 @@
+"""What a task and a script answer, and that another program needs one class."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from train.errors import Refused
+from train.launcher import resumable, stopping
+from train.monitor import run_status
+from train.run import folders, spec, states
+from train.run.run_folder import Run
+from train.supervise import programs
+from train.views import listing, report
+
+OF_TASK = {"task": "task.py", "task_source": "/home/ada/net.py", "max_restarts": 3}
+OF_SCRIPT = {"script": "/home/ada/gpt.py", "script_arguments": ["--lr", "3"], "watch": {"healthy_minutes": 5.0}}
+
+
+def spec_with(**values: Any) -> spec.Spec:
+    return spec.spec_of({"name": "a", "attempts": [], **values}, {})  # type: ignore[typeddict-item]
+
+
+def made(tmp_path: Path, **values: Any) -> Run:
+    return folders.create(tmp_path, "a", {}, {"world_size": 1, **values})
+
+
+@pytest.mark.parametrize(
+    ("ask", "of_task", "of_script"),
+    [
+        (lambda program, it: program.default_restarts, 3, 0),
+        (lambda program, it: program.keeper_tries(it), 3, 2),
+        (lambda program, it: program.keeper_tries(dataclasses.replace(it, max_restarts=0)), 3, 0),
+        (lambda program, it: program.first_step(7), 7, None),
+        (lambda program, it: (program.ran_well(it, 299), program.ran_well(it, 301)), (False, False), (False, True)),
+        (lambda program, it: program.no_progress(it), "without a new checkpoint", "before it had run 5 minutes"),
+        (lambda program, it: program.source(it), "/home/ada/net.py", "/home/ada/gpt.py"),
+        (lambda program, it: program.label(it), "task.py", "gpt.py"),
+        (lambda program, it: program.command_line(it), "", "/home/ada/gpt.py --lr 3"),
+        (lambda program, it: program.new_code(it), "train launch /home/ada/net.py", ""),
+        (lambda program, it: program.train_more("a", ""), "train resume a --epochs N", ""),
+        (lambda program, it: program.reports_steps([]), True, False),
+        (lambda program, it: program.reports_steps([{"from_step": None}, {"from_step": 0}]), True, True),
+        (lambda program, it: program.imports()[1], "train.launcher.resume", "torch.distributed"),
+    ],
+)
+def test_what_a_task_and_a_script_answer(ask: Any, of_task: Any, of_script: Any) -> None:
+    task, script = spec_with(**OF_TASK), spec_with(**OF_SCRIPT, max_restarts=2)
+    assert (programs.of(task), programs.of(script)) == (programs.TASK, programs.SCRIPT)
+    assert (ask(programs.TASK, task), ask(programs.SCRIPT, script)) == (of_task, of_script)
+
+
+def test_a_record_of_an_earlier_release_says_how_often_its_script_is_started_again() -> None:
+    assert programs.SCRIPT.keeper_tries(spec_with(**OF_SCRIPT)) == 3
+
+
+class Sweep(programs.Script):
+    """Starts other runs."""
+
+    name, default_restarts = "sweep", 5
+    lacks = {"eval": "which has no weights"}  # noqa: RUF012
+
+    def source(self, spec: spec.Spec) -> str:
+        return "sweep.toml"
+
+    def after_stop(self, name: str) -> str:
+        return f"train resume {name} starts the runs that are left"
+
+    def keeper_tries(self, spec: spec.Spec) -> int:
+        return 1
+
+
+def test_another_program_needs_one_class(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(programs.PROGRAMS, "sweep", Sweep())  # type: ignore[arg-type]
+    monkeypatch.setattr(spec, "program_of", lambda record: "sweep" if "sweep" in record else spec.TASK)
+    run = made(tmp_path, sweep="sweep.toml")
+    run.begin_attempt(1, programs.of_record(run.read()).first_step(0))
+    run.end_attempt("stopped", "stopped (train stop)", states.STOPPED, stopped_by="user")
+    record = run.read()
+    shown = listing.story(run, record, spec.spec_of(record, {}))
+    assert "  sweep        sweep.toml\n" in shown and "steps redone -" in shown
+    assert "Only the sweep knows its metrics." in report.html(run, record)
+    assert stopping.how_it_stands(record)[1].endswith("train resume a starts the runs that are left")
+    assert run_status.moved(record, []) is None
+    count = {"step": 0, "times": 2, "attempts": 1}
+    assert "interrupted 1 time in a row" in resumable.why_given_up(record, count)
+    with pytest.raises(Refused, match="a runs a sweep, which has no weights"):
+        programs.of_record(record).check_can("eval", run.name)
