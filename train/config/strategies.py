@@ -17,7 +17,8 @@ class StrategyInfo:
     made_by: str
     """FILE:CLASS in train/parallel/."""
     fields: tuple[str, ...] = ()
-    """Fields of `parallel` that have an effect with some strategies only, this one among them."""
+    """The fields of `parallel` that have an effect with this strategy, but not with every one. With `reduce`, ordered
+    sums (parallel/ordered.py) may replace it: each rank has a copy of the model."""
     is_sharded: bool = False
     """Whether each rank holds only a part of the parameters, gradients and optimizer state."""
     model_check: str = ""

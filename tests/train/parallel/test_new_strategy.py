@@ -31,7 +31,7 @@ class Mirror(DDP):
         super().begin(micros)
         print("mirror begins a step", flush=True)
 '''
-LINE = '    StrategyInfo("mirror", "mirror:Mirror", fields=("reduce", "find_unused_parameters")),\n'
+LINE = '    StrategyInfo("mirror", "mirror:Mirror", fields=("find_unused_parameters",)),\n'
 BEFORE = '    StrategyInfo("fsdp",'
 """The line of the table that the new one precedes."""
 
