@@ -216,16 +216,16 @@ def train_here(run: Run, stop: StopRequest | None = None) -> None:
     """
 
     ends: list[Outcome] = []
-    asked = stop or StopRequest(())
+    asked, spec = stop or StopRequest(()), read_spec(run)
 
     def rank(attempt: int) -> Outcome:
-        ends.append(run_rank(run, RankEnv(), attempt=attempt, stop=asked, bar=False))
+        ends.append(run_rank(run, spec, rank_env=RankEnv(), attempt=attempt, stop=asked, bar=False))
         return ends[-1]
 
     lock = run.acquire()
     assert lock is not None
     try:
-        supervise_alone(run, read_spec(run), ranks=1, train=rank, stop=StopRequest(()))
+        supervise_alone(run, spec, ranks=1, train=rank, stop=StopRequest(()))
     finally:
         lock.release()
     record = run.read()

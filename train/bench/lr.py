@@ -23,6 +23,7 @@ from ..parallel.rank_env import RankEnv
 from ..run import folders
 from ..run.durable import check_target, published
 from ..run.heartbeat import Heart
+from ..run.spec import read_spec
 from ..signals import StopRequest
 from ..trainer import setup
 from ..trainer.train import Loop
@@ -79,7 +80,9 @@ def measure(folder: Path, request: Request, steps: int) -> tuple[list[float], li
         attempt = run.begin_attempt(1, 0)
         heart = Heart(run.logs(attempt) / "rank0.beat")
         held.enter_context(objects.refusing(prepared.task))
-        job, _ = setup.set_up(run, RankEnv(), attempt=attempt, stop=StopRequest(()), bar=False, heart=heart, held=held)
+        job, _ = setup.set_up(
+            run, read_spec(run), RankEnv(), attempt=attempt, stop=StopRequest(()), bar=False, heart=heart, held=held
+        )
         peak = float(job.optimizer.param_groups[0]["lr"]) * rate_scale(job.config)
         job.task = dataclasses.replace(
             job.task, schedule=lambda step, total, _: FIRST / peak * (LAST / FIRST) ** (step / max(total - 1, 1))

@@ -20,7 +20,7 @@ from ..parallel.rank_env import RankEnv, is_under_torchrun, meeting_port, read_r
 from ..run import environment, folders
 from ..run.outcome import Kind, Outcome
 from ..run.run_folder import Lock, Run
-from ..run.spec import read_spec
+from ..run.spec import Spec, read_spec
 from ..signals import POLITE, StopRequest, leave
 from ..supervise.attempts import Supervisor, supervise_alone
 from ..supervise.decide import LaunchMode
@@ -89,22 +89,23 @@ def _under_torchrun(runs: Path, name: str | None, request: Request) -> int:
             with contextlib.suppress(RuntimeError):  # rank 0, which may serve the store, exits when all have read
                 store.add("heard", 1)
             leave(refused)
-        leave(_rank_of_torchrun(Run(Path(received["folder"])).held(), received["attempt"], rank_env, StopRequest())[1])
+        made, spec = Run(Path(received["folder"])).held(), Spec.from_json(received["spec"])
+        leave(_rank_of_torchrun(made, spec, received["attempt"], rank_env, StopRequest())[1])
     code = 1
     try:
         request.ranks, request.nodes = shape(rank_env)
         if rank_env.size > rank_env.local_size:
             request.elsewhere = functools.partial(cards_of, store, rank_env.size)
         made, _held = open_under_torchrun(runs, name, request)
-        stop = StopRequest()
+        spec, stop = read_spec(made), StopRequest()
 
         def rank(attempt: int) -> Outcome:
             nonlocal code
-            store.set("run", json.dumps({"folder": str(made.path), "attempt": attempt}))
-            end, code = _rank_of_torchrun(made, attempt, rank_env, stop)
+            store.set("run", json.dumps({"folder": str(made.path), "attempt": attempt, "spec": spec.to_json()}))
+            end, code = _rank_of_torchrun(made, spec, attempt, rank_env, stop)
             return end
 
-        supervise_alone(made, read_spec(made), ranks=rank_env.size, train=rank, stop=stop)
+        supervise_alone(made, spec, ranks=rank_env.size, train=rank, stop=stop)
     except Refused as error:
         _refuse(store, rank_env.size - 1, error)
         with contextlib.suppress(OSError):
@@ -146,13 +147,14 @@ def shape(rank_env: RankEnv) -> tuple[int, range]:
     return (rank_env.size, ALONE) if rest else (rank_env.local_size, range(machines, machines + 1))
 
 
-def _rank_of_torchrun(made: Run, attempt: int, rank_env: RankEnv, stop: StopRequest) -> tuple[Outcome, int]:
+def _rank_of_torchrun(made: Run, spec: Spec, attempt: int, rank_env: RankEnv, stop: StopRequest) -> tuple[Outcome, int]:
     """Train as one rank. Returns its outcome and its exit code."""
     from ..supervise.worker import exit_code, keep_log, run_rank, show
 
     logs = made.logs(attempt)
     keep_log(logs, rank_env.rank)
-    end = run_rank(made, rank_env, attempt=attempt, stop=stop, bar=rank_env.rank == 0 and sys.stderr.isatty())
+    has_bar = rank_env.rank == 0 and sys.stderr.isatty()
+    end = run_rank(made, spec, rank_env=rank_env, attempt=attempt, stop=stop, bar=has_bar)
     if end.kind is Kind.DIED:
         show(end)
     return end, exit_code(logs, rank_env, end)

@@ -24,7 +24,7 @@ from typing import Any, cast
 from .. import signals
 from ..errors import Refused
 from . import durable, heartbeat, ownership, states
-from .record import Record, checked
+from .record import Attempt, Record, checked
 
 NOTE_PATIENCE = 5.0
 """Seconds `Run.note` waits for the lock of the record: far more than a working disk needs."""
@@ -258,6 +258,14 @@ class Run:
         """Remove a stop request. The caller must hold the lock."""
         with contextlib.suppress(OSError):
             (self.folder / "stop").unlink()
+
+    def attempts(self) -> list[Attempt]:
+        """Return the attempts so far, as run.json has them now.
+
+        Raises:
+            Refused: run.json cannot be read.
+        """
+        return self.read()["attempts"]
 
     def begin_attempt(self, world_size: int, from_step: int | None, **values: Any) -> int:
         """Record that an attempt starts. Returns its number, counted from 1. The caller must hold the lock.

@@ -88,6 +88,18 @@ class Spec:
     def is_submitted(self) -> bool:
         return self.submitted is not None and bool(self.submission)
 
+    def to_json(self) -> dict[str, Any]:
+        """Return the spec as JSON has it, for `from_json` in a process that is started for the run."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_json(cls, given: dict[str, Any]) -> Spec:
+        """Return the spec that another process has read."""
+        values: dict[str, Any] = {
+            name: tuple(value) if isinstance(value, list) else value for name, value in given.items()
+        }
+        return cls(**values)
+
     @property
     def best_by(self) -> str:
         """checkpoint.best: the metric that says which checkpoint is the best; '' if none is set."""

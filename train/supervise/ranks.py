@@ -198,11 +198,12 @@ class TaskRanks(Ranks):
 
     def __init__(self, run: Run, spec: Spec, *, lock: Lock, count: int, zygote: Zygote, **more: Any) -> None:
         super().__init__(run, lock, count, zygote, **more)
+        self._spec = spec
         self.memory = None if self._is_foreground else snapshot_memory(spec, count)
 
     def _start(self, attempt: int) -> None:
         address = self.memory.address if self.memory is not None else ""  # '' hides the variable of an enclosing run
-        common = {"OMP_NUM_THREADS": str(self.run.read_config().get("cpu_threads", 1)), ENVIRONMENT: address}
+        common = {"OMP_NUM_THREADS": str(self._spec.config.get("cpu_threads", 1)), ENVIRONMENT: address}
         meeting: dict[str, Any] = {}
         with contextlib.ExitStack() as held:
             place = []
@@ -215,7 +216,14 @@ class TaskRanks(Ranks):
                 held.callback(os.close, place[0])
             for rank_env in self.rank_envs:
                 known = {key: value for key, value in dataclasses.asdict(rank_env).items() if key != "init"}
-                arguments = [str(self.run.path), attempt, known, meeting, self._has_terminal(rank_env)]
+                arguments = [
+                    str(self.run.path),
+                    self._spec.to_json(),
+                    attempt,
+                    known,
+                    meeting,
+                    self._has_terminal(rank_env),
+                ]
                 at = place if not meeting or rank_env.rank == 0 else []
                 self._fork("task_rank", arguments, attempt, rank_env, common | _of_rank(rank_env), at)
 

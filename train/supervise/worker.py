@@ -27,6 +27,7 @@ from ..run import heartbeat, outcome
 from ..run.heartbeat import Heart
 from ..run.outcome import Kind, Outcome
 from ..run.run_folder import Run
+from ..run.spec import Spec
 from ..signals import StopRequest, leave
 from ..zygote.server import SIGNALS
 from . import diagnose, memory
@@ -39,7 +40,7 @@ _MEETING = 300
 """Seconds the ranks of several machines get to connect. If one dies before, its node ends the others."""
 
 
-def run_rank(run: Run, rank_env: RankEnv, *, attempt: int, stop: StopRequest, bar: bool) -> Outcome:
+def run_rank(run: Run, spec: Spec, *, rank_env: RankEnv, attempt: int, stop: StopRequest, bar: bool) -> Outcome:
     """Train one rank of a run until it ends. Returns its outcome, which is also written into the logs folder.
 
     Does not print an exception that ends the rank: the outcome contains it.
@@ -47,7 +48,7 @@ def run_rank(run: Run, rank_env: RankEnv, *, attempt: int, stop: StopRequest, ba
     logs, file = run.logs(attempt), run.path / "task.py"
     caches.provide()
     try:
-        end = _train(run, rank_env, attempt, stop, bar)
+        end = _train(run, spec, rank_env, attempt, stop, bar)
     except BaseException as error:
         before = outcome.read(logs, rank_env.rank)
         if before is not None:  # the cleanup failed, which does not change how training has ended
@@ -67,7 +68,7 @@ def run_rank(run: Run, rank_env: RankEnv, *, attempt: int, stop: StopRequest, ba
     return end
 
 
-def _train(run: Run, rank_env: RankEnv, attempt: int, stop: StopRequest, bar: bool) -> Outcome:
+def _train(run: Run, spec: Spec, rank_env: RankEnv, attempt: int, stop: StopRequest, bar: bool) -> Outcome:
     faults.arm(os.environ.get("TRAIN_FAULT"), rank_env.rank)
     heart = Heart(run.logs(attempt) / f"rank{rank_env.rank}.beat")
     with contextlib.ExitStack() as held:
@@ -78,7 +79,7 @@ def _train(run: Run, rank_env: RankEnv, attempt: int, stop: StopRequest, bar: bo
             address = os.environ.pop(ENVIRONMENT, None)  # for this run only, not for one that its task may start
             snapshot_memory = setup.Memory(address, memory.left) if address else None
             job, done = setup.set_up(
-                run, rank_env, attempt=attempt, stop=stop, bar=bar, heart=heart, held=held, memory=snapshot_memory
+                run, spec, rank_env, attempt=attempt, stop=stop, bar=bar, heart=heart, held=held, memory=snapshot_memory
             )
             return conclude(job, train(job, done), attempt)
         except (Refused, TrainingFailed, RuntimeError) as error:
@@ -118,11 +119,18 @@ def log_to(stream: Any) -> None:
 
 
 def task_rank(
-    folder: str, attempt: int, rank_env: dict[str, Any], meeting: dict[str, Any], has_terminal: bool, files: list[int]
+    folder: str,
+    spec: dict[str, Any],
+    attempt: int,
+    rank_env: dict[str, Any],
+    meeting: dict[str, Any],
+    has_terminal: bool,
+    files: list[int],
 ) -> NoReturn:
     """Run one rank of a task, in a fork of the zygote, until it ends.
 
     Args:
+        spec: What the agent has read, as JSON.
         rank_env: The fields of RankEnv except `init`.
         has_terminal: Whether its output goes to the terminal of `train run` and not to its log.
         meeting: How the ranks connect: {}: by an open file; else by `host` and `port`, at which rank 0 listens.
@@ -145,7 +153,8 @@ def task_rank(
     if has_terminal:
         keep_log(logs, rank)
     place = RankEnv(**rank_env, init=init)
-    end = run_rank(run, place, attempt=attempt, stop=stop, bar=has_terminal and sys.stderr.isatty())
+    has_bar = has_terminal and sys.stderr.isatty()
+    end = run_rank(run, Spec.from_json(spec), rank_env=place, attempt=attempt, stop=stop, bar=has_bar)
     # on a terminal a lost connection would hide the reason for the loss; the supervisor reports disk errors
     if end.kind is Kind.DIED and not (has_terminal and (_is_of_other(logs, end) or end.is_of_system)):
         show(end)

@@ -82,7 +82,7 @@ def load_newest(
 
 def _began(run: Run) -> list[tuple[str, int]]:
     """Return the attempts that reached training on this machine: the mark of each, and the step it started after."""
-    return [(one["mark"], one["from_step"] or 0) for one in run.read()["attempts"] if one.get("mark")]
+    return [(one["mark"], one["from_step"] or 0) for one in run.attempts() if one.get("mark")]
 
 
 def _parted(mine: list[tuple[str, int]], theirs: list[tuple[str, int]]) -> float:

@@ -38,7 +38,7 @@ from ..parallel.wrap_units import recompute
 from ..run import folders, heartbeat, imports, metrics
 from ..run.heartbeat import Heart
 from ..run.run_folder import Run
-from ..run.spec import read_spec
+from ..run.spec import Spec
 from ..signals import StopRequest
 from ..tasks import Task
 from .intervals import Intervals
@@ -125,12 +125,11 @@ class Memory:
 
 
 def set_up(
-    run: Run, rank_env: RankEnv, *, attempt: int, stop: StopRequest, bar: bool, heart: Heart,
+    run: Run, spec: Spec, rank_env: RankEnv, *, attempt: int, stop: StopRequest, bar: bool, heart: Heart,
     held: contextlib.ExitStack, memory: Memory | None = None,
 ) -> tuple[Job, int]:  # fmt: skip
     """Return everything to train with, and the step to continue after. What must be closed at the end is added to
     `held`."""
-    spec = read_spec(run)
     task = objects.task_of(run, spec)
     config = objects.config_of(run, task)
     determinism.set_determinism(config)
@@ -138,14 +137,14 @@ def set_up(
     device = pick_device(config, rank_env.local_size, rank_env.local_rank)
     choose.check(config, rank_env.size)  # with several machines their sum was not known before
     precision = Precision(config.precision, device)
-    loader, plan, evaluations = _data(run, task, config, precision)
+    loader, plan, evaluations = _data(run, spec, task, config, precision)
     held.callback(loader.close)
     take_device(device)  # not before the loader has forked: a process that has touched a GPU cannot pass it on
     world = join(config, rank_env, device)
     sees_home = world.nodes == 1 or strategies.of(config.parallel.strategy).needs_shared_disk
     home = _home_of(run, world, sees_home)
     is_begun = bool(home.newest_checkpoint)
-    model = _model(run, task, config, precision, world, is_begun)
+    model = _model(run, spec, task, config, precision, world, is_begun)
     updates, optimizer = spread_updates(task, model, config=config, world=world, precision=precision)
     model = updates[0].strategy.module
     faults.here("start")
@@ -157,8 +156,8 @@ def set_up(
     start = load_newest(
         run, home, world, snapshots, state, lambda: heart.beat(heartbeat.STARTING, heart.step), sees_home=sees_home
     )
-    if not start.step and (is_begun or run.read().get("forked_from")):
-        _check_beginning(run)
+    if not start.step and (is_begun or spec.forked_from):
+        _check_beginning(run, spec)
     faults.here("loaded")
     fix_compiler(bool(config.compile), config.deterministic)
     compiling = Compiling(heart)
@@ -166,7 +165,7 @@ def set_up(
     intervals = Intervals.of(config, plan, objects.total_steps(config, plan), bool(evaluations))
     last = world.on_first(lambda: metrics.last_evaluation(run))
     evaluated = last["step"] if last is not None else -1
-    loggers = Loggers(run, world, config, intervals.total_steps, start.step, bar and world.is_first)
+    loggers = Loggers(run, spec.unused_fields, world, config, intervals.total_steps, start.step, bar and world.is_first)
     held.callback(loggers.close)
 
     def saved(step: int) -> None:
@@ -182,14 +181,13 @@ def set_up(
         snapshots, loggers, stop, heart, compiling, evaluated, start.saved,
     )  # fmt: skip
     if world.is_lead:
-        _announce(job, attempt, start, mark)
+        _announce(job, spec, attempt, start, mark)
     return job, start.step
 
 
-def _check_beginning(run: Run) -> None:
+def _check_beginning(run: Run, spec: Spec) -> None:
     """Refuse to start from step 0 without the weights that the run started with. Raises TrainingFailed."""
-    record = run.read()
-    if fork := record.get("forked_from"):
+    if fork := spec.forked_from:
         raise TrainingFailed(
             f"no checkpoint of {run.name} is whole, and a fork cannot start without one; fork again: train "
             f"fork {fork['run']} --checkpoint {fork['step']}"
@@ -206,7 +204,9 @@ def _home_of(run: Run, world: World, sees_home: bool) -> Run:
     return Run(folders.of_node_0(run.path)) if sees_home and not is_of_node_0 else run
 
 
-def _data(run: Run, task: Task, config: Config, precision: Precision) -> tuple[Loader, Plan, dict[str, Plan]]:
+def _data(
+    run: Run, spec: Spec, task: Task, config: Config, precision: Precision
+) -> tuple[Loader, Plan, dict[str, Plan]]:
     """Make the loader and the plans of the datasets. Call it before ranks connect: connecting starts threads, and the
     loader forks."""
     train_set, eval_sets = objects.make_datasets(task, config)
@@ -220,15 +220,17 @@ def _data(run: Run, task: Task, config: Config, precision: Precision) -> tuple[L
         eval_sets=eval_sets,
         workers=config.data.workers or 0,
         left_out=Skipped(run),
-        sets_epoch=bool(run.read().get("sets_epoch")),
+        sets_epoch=spec.sets_epoch,
     )
     return loader, plan, evaluations
 
 
-def _model(run: Run, task: Task, config: Config, precision: Precision, world: World, is_begun: bool) -> torch.nn.Module:
+def _model(
+    run: Run, spec: Spec, task: Task, config: Config, precision: Precision, world: World, is_begun: bool
+) -> torch.nn.Module:
     """Make the model on the CPU, with the weights that the run starts with, unless a checkpoint will replace them."""
     model = objects.make_model(task, config, precision.weights)
-    if not is_begun and (run.read().get("init") or (run.folder / initial_weights.FILE).exists()):
+    if not is_begun and (spec.init or (run.folder / initial_weights.FILE).exists()):
         initial_weights.load(run.folder, model)
     return arrange(model, config, ranks=world.size, compiles=True)
 
@@ -268,13 +270,13 @@ def _snapshots(task: Task, config: Config, world: World, memory: Memory | None, 
     )  # fmt: skip
 
 
-def _announce(job: Job, attempt: int, start: ResumeState, mark: str) -> None:
+def _announce(job: Job, spec: Spec, attempt: int, start: ResumeState, mark: str) -> None:
     """Write what run.json and the log say at the start of an attempt. For the first rank of a machine."""
     step = start.step
     run, plan, config, world = job.run, job.plan, job.config, job.world
     assert config.cpu_threads is not None
     line = metrics.last_training(run)
-    edited = imports.edited(run, read_spec(run))
+    edited = imports.edited(run, spec)
     run.note_ready(
         step, mark, edited, epoch=plan.epoch_of(step), total_steps=job.total_steps, samples=plan.length,
         device=str(world.device.type), data_wait="", loss=line.get("loss") if line is not None else None,
@@ -288,16 +290,16 @@ def _announce(job: Job, attempt: int, start: ResumeState, mark: str) -> None:
         + (f", continuing after step {step}" if step else "")
         + (" as it was in memory" if start.from_memory else "")
     )
-    record, threads = run.read(), config.cpu_threads
-    for warning in (*(record.get("warnings") or ()), *edited):
+    threads = config.cpu_threads
+    for warning in (*spec.warnings, *edited):
         job.loggers.say(f"warning: {warning}")
     if attempt > 1:
         return
-    for text in record.get("init") or ():
+    for text in spec.init:
         job.loggers.say(text)
-    if reason := record.get("cpu_threads_reason"):
+    if reason := spec.reasons.get("cpu_threads"):
         job.loggers.say(f"{threads} CPU thread{'s' if threads > 1 else ''} per rank ({reason})")
-    if reason := record.get("precision_reason"):
+    if reason := spec.reasons.get("precision"):
         job.loggers.say(reason)
-    if reason := record.get("micro_batch_size_reason"):
+    if reason := spec.reasons.get("micro_batch_size"):
         job.loggers.say(f"micro batches of {config.micro_batch_size} samples ({reason})")

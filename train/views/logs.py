@@ -85,7 +85,7 @@ def _print_files(run: Run, rank: int, attempt: int | None, go_on: bool) -> int:
 
 
 def _last(run: Run) -> int:
-    return len(run.read()["attempts"])
+    return len(run.attempts())
 
 
 def _tell(run: Run, shown: int, attempt: int | None) -> None:

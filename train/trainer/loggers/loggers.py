@@ -45,9 +45,19 @@ class Loggers:
     """One rank's loggers. Rank 0 writes metrics, the first rank of a machine writes progress, each rank its samples if
     asked for."""
 
-    def __init__(self, run: Run, world: World, config: Config, total_steps: int, done: int, bar: bool) -> None:
+    def __init__(
+        self,
+        run: Run,
+        unused: Collection[str],
+        world: World,
+        config: Config,
+        total_steps: int,
+        done: int,
+        bar: bool,
+    ) -> None:
         """
         Args:
+            unused: fields of the configuration whose values have no effect.
             done: the step that this attempt continues after.
         """
         self.run, self._is_lead, self._total_steps = run, world.is_lead, total_steps
@@ -59,7 +69,7 @@ class Loggers:
         self._wandb = self._start_wandb(config.log.wandb) if world.is_first and config.log.wandb else None
         self._tensorboard: TensorBoard | None = None
         if world.is_first and config.log.tensorboard:
-            settings = _hyper_parameters(config, world.size, run.read().get("unused_fields") or ())
+            settings = _hyper_parameters(config, world.size, unused)
             self._tensorboard = TensorBoard(run.folder / "tensorboard", metrics.recent(run), done, self.say, settings)
 
     def _start_wandb(self, project: str) -> WandbProcess | None:
