@@ -136,6 +136,7 @@ def test_stop_and_show_say_what_a_stop_does_to_a_script(station: Station) -> Non
     station.ok("launch", "--script", "script.py", "--name", "dies")
     station.wait("dies", lambda _: "up" in station.logs("dies"), "its start")
     said = station.ok("stop", "dies").stderr
+    assert "waiting for dies to stop; to end it at once: train stop dies --now" in said
     assert "died of SIGTERM" in said and "if it loads its own checkpoint" in said and "continue with" not in said
     assert "died of SIGTERM" in station.ok("show", "dies").stdout
     write(
