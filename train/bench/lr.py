@@ -80,14 +80,14 @@ def measure(folder: Path, request: Request, steps: int) -> tuple[list[float], li
         attempt = run.begin_attempt(1, 0)
         heart = Heart(run.logs(attempt) / "rank0.beat")
         held.enter_context(objects.refusing(prepared.task))
-        job, _ = setup.set_up(
+        job = setup.set_up(
             run, read_spec(run), RankEnv(), attempt=attempt, stop=StopRequest(()), bar=False, heart=heart, held=held
         )
         peak = float(job.optimizer.param_groups[0]["lr"]) * rate_scale(job.config)
         job.task = dataclasses.replace(
             job.task, schedule=lambda step, total, _: FIRST / peak * (LAST / FIRST) ** (step / max(total - 1, 1))
         )
-        loop = Loop(job, 0)
+        loop = Loop(job)
         set_training(job.strategy.module, job.config.freeze)
         job.strategy.start()
         for _ in range(steps):

@@ -78,10 +78,10 @@ def _train(run: Run, spec: Spec, rank_env: RankEnv, attempt: int, stop: StopRequ
 
             address = os.environ.pop(ENVIRONMENT, None)  # for this run only, not for one that its task may start
             snapshot_memory = setup.Memory(address, memory.left) if address else None
-            job, done = setup.set_up(
+            job = setup.set_up(
                 run, spec, rank_env, attempt=attempt, stop=stop, bar=bar, heart=heart, held=held, memory=snapshot_memory
             )
-            return conclude(job, train(job, done), attempt)
+            return conclude(job, train(job), attempt)
         except (Refused, TrainingFailed, RuntimeError) as error:
             reason = _reason_of(error, run)
             if not reason:

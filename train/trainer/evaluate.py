@@ -55,14 +55,15 @@ def evaluate(
     task: Task,
     module: nn.Module,
     plans: Mapping[str, Plan],
-    world: World,
-    precision: Precision,
     stream: Iterator[tuple[MicroBatch, Any]],
+    *,
+    world: World,
     sharing: Sharing,
+    precision: Precision,
+    average: Average | None = None,
     stop: Callable[[], bool] = lambda: False,
     beat: Callable[[int], None] = lambda phase: None,
     show: Show | None = None,
-    average: Average | None = None,
 ) -> tuple[dict[str, float], int] | None:
     """Evaluate all sets. Returns the figures and the number of samples that were read; None if a stop interrupted it.
 
@@ -70,12 +71,13 @@ def evaluate(
     set, whatever the number of ranks.
 
     Args:
-        plans: of the evaluation sets by name.
-        stream: begins with the batches of this rank's `evaluation_micro_batches`; no more than them is taken.
+        plans: the plans of the evaluation sets by name.
+        stream: begins with the batches of this rank's `evaluation_micro_batches`. No more than these are taken.
         sharing: which micro batches are this rank's.
+        average: evaluated beside the weights. Each batch is computed with both, `images` with the weights.
+        stop: whether this rank was asked to stop.
         beat: shows a sign of life in this phase, see run/heartbeat.py.
-        show: called with what `images` makes of this rank's first batch; None: it is not asked.
-        average: evaluated beside the weights: each batch is computed with both, `images` with the weights.
+        show: called with what `images` makes of this rank's first batch. None: `images` is not called.
 
     Raises:
         TrainingFailed: the task returns something else than figures, or not the same ones for every batch.
@@ -276,7 +278,9 @@ def evaluate_run(run: Run, spec: Spec, step: int | None) -> tuple[int, int, dict
         average = Average(model, config) if averaged else None
         if average is not None:
             average.load(averaged)
-        evaluated = evaluate(task, model, plans, world, precision, stream, sharing, average=average)
+        evaluated = evaluate(
+            task, model, plans, stream, world=world, sharing=sharing, precision=precision, average=average
+        )
     assert evaluated is not None
     figures, samples = evaluated
     return step, samples, figures

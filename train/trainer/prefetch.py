@@ -34,7 +34,7 @@ class Prefetch:
 
 
 def micro_batches(
-    intervals: Intervals, plan: Plan, evaluations: Mapping[str, Plan], sharing: Sharing, done: int, evaluated: int
+    intervals: Intervals, plan: Plan, evaluations: Mapping[str, Plan], sharing: Sharing, *, done: int, evaluated: int
 ) -> Iterator[MicroBatch]:
     """Yield all micro batches that a rank fetches after step `done`, with evaluations, in the order of the loop.
 

@@ -48,7 +48,18 @@ from .loggers.loggers import Loggers, Skipped
 log = logging.getLogger("train")
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Data:
+    """What a rank trains and evaluates on."""
+
+    loader: Loader
+    plan: Plan
+    """How the training set is cut into batches."""
+    evaluations: dict[str, Plan]
+    """The plans of the evaluation sets by name; '' is the name of a set without one."""
+
+
+@dataclasses.dataclass(kw_only=True)
 class Job:
     """Everything that a rank trains with."""
 
@@ -61,10 +72,7 @@ class Job:
     """The updates of a step, in their order; most tasks have one."""
     state: TrainState
     hooks: Hooks
-    loader: Loader
-    plan: Plan
-    evaluations: dict[str, Plan]
-    """The plans of the evaluation sets by name; '' is the name of a set without one."""
+    data: Data
     intervals: Intervals
     saver: Saver
     snapshots: Snapshots
@@ -72,10 +80,8 @@ class Job:
     stop: StopRequest
     heart: Heart
     compiling: Compiling
-    evaluated: int
-    """Last step after which an evaluation is on record; -1 without one."""
-    saved: int
-    """The step of the newest checkpoint on the disk; 0 without one."""
+    start: ResumeState
+    """The state that the attempt continues from."""
 
     @property
     def total_steps(self) -> int:
@@ -127,9 +133,8 @@ class Memory:
 def set_up(
     run: Run, spec: Spec, rank_env: RankEnv, *, attempt: int, stop: StopRequest, bar: bool, heart: Heart,
     held: contextlib.ExitStack, memory: Memory | None = None,
-) -> tuple[Job, int]:  # fmt: skip
-    """Return everything to train with, and the step to continue after. What must be closed at the end is added to
-    `held`."""
+) -> Job:  # fmt: skip
+    """Return everything to train with. What must be closed at the end is added to `held`."""
     task = objects.task_of(run, spec)
     config = objects.config_of(run, task)
     determinism.set_determinism(config)
@@ -137,8 +142,8 @@ def set_up(
     device = pick_device(config, rank_env.local_size, rank_env.local_rank)
     choose.check(config, rank_env.size)  # with several machines their sum was not known before
     precision = Precision(config.precision, device)
-    loader, plan, evaluations = _data(run, spec, task, config, precision)
-    held.callback(loader.close)
+    data = _data(run, spec, task, config, precision)
+    held.callback(data.loader.close)
     take_device(device)  # not before the loader has forked: a process that has touched a GPU cannot pass it on
     world = join(config, rank_env, device)
     sees_home = world.nodes == 1 or strategies.of(config.parallel.strategy).needs_shared_disk
@@ -162,9 +167,7 @@ def set_up(
     fix_compiler(bool(config.compile), config.deterministic)
     compiling = Compiling(heart)
     held.callback(compiling.close)
-    intervals = Intervals.of(config, plan, objects.total_steps(config, plan), bool(evaluations))
-    last = world.on_first(lambda: metrics.last_evaluation(run))
-    evaluated = last["step"] if last is not None else -1
+    intervals = Intervals.of(config, data.plan, objects.total_steps(config, data.plan), bool(data.evaluations))
     loggers = Loggers(run, spec.unused_fields, world, config, intervals.total_steps, start.step, bar and world.is_first)
     held.callback(loggers.close)
 
@@ -177,12 +180,13 @@ def set_up(
     snapshots.attach(state, loggers.is_written, loggers.say)
     held.callback(snapshots.close)
     job = Job(
-        run, task, config, world, precision, updates, state, hooks, loader, plan, evaluations, intervals, saver,
-        snapshots, loggers, stop, heart, compiling, evaluated, start.saved,
+        run=run, task=task, config=config, world=world, precision=precision, data=data, updates=updates, state=state,
+        hooks=hooks, compiling=compiling, intervals=intervals, start=start, saver=saver, snapshots=snapshots,
+        loggers=loggers, stop=stop, heart=heart,
     )  # fmt: skip
     if world.is_lead:
-        _announce(job, spec, attempt, start, mark)
-    return job, start.step
+        _announce(job, spec, attempt, mark)
+    return job
 
 
 def _check_beginning(run: Run, spec: Spec) -> None:
@@ -204,25 +208,16 @@ def _home_of(run: Run, world: World, sees_home: bool) -> Run:
     return Run(folders.of_node_0(run.path)) if sees_home and not is_of_node_0 else run
 
 
-def _data(
-    run: Run, spec: Spec, task: Task, config: Config, precision: Precision
-) -> tuple[Loader, Plan, dict[str, Plan]]:
+def _data(run: Run, spec: Spec, task: Task, config: Config, precision: Precision) -> Data:
     """Make the loader and the plans of the datasets. Call it before ranks connect: connecting starts threads, and the
     loader forks."""
     train_set, eval_sets = objects.make_datasets(task, config)
-    plan = objects.plan_of(config, len(train_set))
-    evaluations = objects.evaluation_plans(config, eval_sets)
     loader = objects.make_loader(
-        task,
-        config=config,
-        precision=precision,
-        train_set=train_set,
-        eval_sets=eval_sets,
-        workers=config.data.workers or 0,
-        left_out=Skipped(run),
-        sets_epoch=spec.sets_epoch,
-    )
-    return loader, plan, evaluations
+        task, config=config, precision=precision, train_set=train_set, eval_sets=eval_sets,
+        workers=config.data.workers or 0, left_out=Skipped(run), sets_epoch=spec.sets_epoch,
+    )  # fmt: skip
+    plan, evaluations = objects.plan_of(config, len(train_set)), objects.evaluation_plans(config, eval_sets)
+    return Data(loader=loader, plan=plan, evaluations=evaluations)
 
 
 def _model(
@@ -270,10 +265,10 @@ def _snapshots(task: Task, config: Config, world: World, memory: Memory | None, 
     )  # fmt: skip
 
 
-def _announce(job: Job, spec: Spec, attempt: int, start: ResumeState, mark: str) -> None:
+def _announce(job: Job, spec: Spec, attempt: int, mark: str) -> None:
     """Write what run.json and the log say at the start of an attempt. For the first rank of a machine."""
-    step = start.step
-    run, plan, config, world = job.run, job.plan, job.config, job.world
+    start, step = job.start, job.start.step
+    run, plan, config, world = job.run, job.data.plan, job.config, job.world
     assert config.cpu_threads is not None
     line = metrics.last_training(run)
     edited = imports.edited(run, spec)

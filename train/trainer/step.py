@@ -44,7 +44,7 @@ def step(
     """
     faults.here("step")
     config, device = job.config, job.world.device
-    samples, micros = job.plan.samples(number), job.plan.micro_batches(number)  # of all ranks together
+    samples, micros = job.data.plan.samples(number), job.data.plan.micro_batches(number)  # of all ranks together
     measures_norm = config.log.gradients and job.intervals.logs(number + 1)
     updates = [update for update in job.updates if update.is_due(number)]
     batches: Iterable[Fetched] = _fetch(job, number, prefetch)
@@ -115,7 +115,7 @@ def step(
 
 def _fetch(job: Job, number: int, prefetch: Prefetch) -> Iterator[Fetched]:
     """Yield this rank's micro batches of a step one by one, and write the step's line of the sample log."""
-    slots = len(job.sharing.computed(job.plan.micro_batches(number)))  # the same on every rank
+    slots = len(job.sharing.computed(job.data.plan.micro_batches(number)))  # the same on every rank
     consumed: list[npt.NDArray[np.int64]] = []
     for slot in range(1, slots + 1):
         micro, batch = prefetch.next()

@@ -57,13 +57,13 @@ class Done:
     """Where the time of the attempt went, on this rank."""
 
 
-def train(job: Job, done: int) -> Done:
-    """Train from step `done` to the end, or to a polite stop. Steps are counted from 1 in everything reported.
+def train(job: Job) -> Done:
+    """Train from where the attempt continues to the end, or to a polite stop. Reports count steps from 1.
 
     Raises:
         TrainingFailed: the loss is not finite, or the last checkpoint cannot be saved.
     """
-    loop, intervals = Loop(job, done), job.intervals
+    loop, intervals, start = Loop(job), job.intervals, job.start
     with gather.among(job.world, job.config):
         set_training(job.strategy.module, job.config.freeze)
         with loop.timing.spent("start"):
@@ -71,9 +71,9 @@ def train(job: Job, done: int) -> Done:
                 update.activate()
                 update.strategy.start()
         try:
-            if intervals.misses_save(job.saved, done):  # a death came before: the state is from memory
+            if intervals.misses_save(start.saved, start.step):  # a death came before: the state is from memory
                 loop.save()
-            if intervals.evaluates(done) and job.evaluated < done:  # it ended before the evaluation that was due
+            if loop.misses_evaluation:  # a death or a stop came before
                 loop.evaluate()
             while loop.done < intervals.total_steps and not (loop.is_stopping or loop.early_reason):
                 loop.step()
@@ -109,14 +109,20 @@ class _Step(NamedTuple):
 class Loop:
     """The state of training, and the actions of the loop."""
 
-    def __init__(self, job: Job, done: int) -> None:
-        self.job, self.done, self.is_stopping = job, done, False
+    def __init__(self, job: Job) -> None:
+        start = job.start
+        self.job, self.done, self.is_stopping = job, start.step, False
+        last = job.world.on_first(lambda: last_evaluation(job.run))
+        self._evaluated = last["step"] if last is not None else -1
+        """Last step after which an evaluation is on record; -1 without one."""
         device = job.world.device
         wait = DataWait(device)
         advice = WaitAdvice(job.run.name, job.config.data.workers or 0, job.world.local_size)
         self.timing = Timing(wait, advice, device)
-        micros = micro_batches(job.intervals, job.plan, job.evaluations, job.sharing, done, job.evaluated)
-        self._prefetch = Prefetch(job.loader, micros, wait)
+        micros = micro_batches(
+            job.intervals, job.data.plan, job.data.evaluations, job.sharing, done=start.step, evaluated=self._evaluated
+        )
+        self._prefetch = Prefetch(job.data.loader, micros, wait)
         self._check = ModelCheck(
             job.strategy.module, job.generators, job.find_generators,
             world=None if job.strategy.is_ordered else job.world,
@@ -132,19 +138,16 @@ class Loop:
             for update in job.updates
         }  # fmt: skip
         self.readback = Readback[_Step](device)
-        self._begun, self._saved = done, job.saved
-        self._last = self._kept_losses(done)
+        self._saved = start.saved
+        self._last = self._kept_losses()
         """If updates leave out steps: the last loss of each by its name in metrics.jsonl, because each line has all
         losses."""
         self._rates = Rates(
-            job.task,
-            job.config,
-            optimizer=job.optimizer,
-            steps_per_epoch=job.plan.steps_per_epoch,
+            job.task, job.config, optimizer=job.optimizer, steps_per_epoch=job.data.plan.steps_per_epoch,
             total_steps=job.total_steps,
-        )
-        from_memory = job.saved < done  # deaths must not put off what the disk is to have
-        since = job.run.since_saved(job.saved) if from_memory else 0.0
+        )  # fmt: skip
+        from_memory = start.saved < start.step  # deaths must not put off what the disk is to have
+        since = job.run.since_saved(start.saved) if from_memory else 0.0
         self._save_clock = SaveClock(job.config.checkpoint.every_minutes, since)
         self._empty = 0
         """Number of steps in a row without a readable sample."""
@@ -161,8 +164,12 @@ class Loop:
     @property
     def is_complete(self) -> bool:
         """Whether nothing is left to do."""
-        is_evaluated = self.job.evaluated >= self.done or not self.job.intervals.evaluates(self.done)
-        return self.done >= self.job.total_steps and is_evaluated
+        return self.done >= self.job.total_steps and not self.misses_evaluation
+
+    @property
+    def misses_evaluation(self) -> bool:
+        """Whether the evaluation after the present step is due and not on record."""
+        return self._evaluated < self.done and self.job.intervals.evaluates(self.done)
 
     @property
     def is_last(self) -> bool:
@@ -176,11 +183,12 @@ class Loop:
         """Make the next step."""
         job = self.job
         rate = self._rates.set_for(self.done)
-        check = self._check if self.done - self._begun < CHECKED_STEPS else None
-        samples = job.plan.samples(self.done)
+        made = self.done - job.start.step  # in this attempt
+        check = self._check if made < CHECKED_STEPS else None
+        samples = job.data.plan.samples(self.done)
         self.trace.before(self.done + 1)
-        flops = self._flops if self.done == self._begun else None
-        with flops.counting(job.plan, job.sharing, self.done) if flops is not None else _NOTHING:
+        flops = self._flops if not made else None
+        with flops.counting(job.data.plan, job.sharing, self.done) if flops is not None else _NOTHING:
             result = step(
                 job, self.done, self._prefetch, self._stats, check=check,
                 wants_save=job.world.is_first and self._save_clock.is_due(),
@@ -195,7 +203,7 @@ class Loop:
         job.heart.beat(heartbeat.TRAINING, self.done)
         job.saver.prepare(job.state)
         self.readback.put(_Step(self.done, rate, samples, bool(result.left_out)), result)
-        if self.done - self._begun == CHECKED_STEPS:  # what is alive now lasts: do not search it for garbage again
+        if made + 1 == CHECKED_STEPS:  # what is alive now lasts: do not search it for garbage again
             gc.collect()
             gc.freeze()
 
@@ -242,14 +250,14 @@ class Loop:
         count = sums["count"] if sums["counted"] or self._leaves_out else samples
         return sums["loss"] / count if sums["count"] else 0.0
 
-    def _kept_losses(self, done: int) -> dict[str, float] | None:
+    def _kept_losses(self) -> dict[str, float] | None:
         """Return the last losses of updates that leave out steps, from the state that the attempt continues from."""
         job, found = self.job, {}
         for update in job.updates:
             if (kept := job.state.extra.losses.get(update.name)) is not None:
-                sums, last = dict(zip(STEP_STATS, kept.tolist(), strict=True)), done - done % update.every
+                sums, last = dict(zip(STEP_STATS, kept.tolist(), strict=True)), self.done - self.done % update.every
                 if sums["count"]:  # else none was made yet, or the checkpoint is of an earlier release
-                    found[_loss_name(update.name)] = self._mean(sums, job.plan.samples(last - 1))
+                    found[_loss_name(update.name)] = self._mean(sums, job.data.plan.samples(last - 1))
         return found if job.state.extra.losses else None
 
     def _write_line(self, made: _Step, losses: dict[str, float], figures: dict[str, float]) -> None:
@@ -258,8 +266,8 @@ class Loop:
             known = self._last | losses
             losses = {name: known[name] for one in job.updates if (name := _loss_name(one.name)) in known}
         line = cast(Training, {
-            "step": made.number, "epoch": job.plan.epoch_of(made.number), "loss": sum(losses.values()), "lr": made.rate,
-            **self.timing.speed(), **losses, **figures,
+            "step": made.number, "epoch": job.data.plan.epoch_of(made.number), "loss": sum(losses.values()),
+            "lr": made.rate, **self.timing.speed(), **losses, **figures,
         })  # fmt: skip
         if made.is_skipped:
             line["skipped"] = True
@@ -293,18 +301,18 @@ class Loop:
             unchanged,
         ):
             evaluated = evaluate(
-                job.task, job.strategy.module, job.evaluations, job.world, job.precision, self._prefetch.batches,
-                job.sharing, lambda: job.stop.asked, beat, functools.partial(job.loggers.pictures, self.done),
-                job.hooks.average,
+                job.task, job.strategy.module, job.data.evaluations, self._prefetch.batches, world=job.world,
+                sharing=job.sharing, precision=job.precision, average=job.hooks.average, beat=beat,
+                stop=lambda: job.stop.asked, show=functools.partial(job.loggers.pictures, self.done),
             )  # fmt: skip
         if evaluated is None:
             self.is_stopping = True
             self.save()
         else:
             figures, samples = evaluated
-            job.evaluated = self.done
+            self._evaluated = self.done
             if job.world.is_lead:
-                job.loggers.evaluation(self.done, job.plan.epoch_of(self.done), samples, figures)
+                job.loggers.evaluation(self.done, job.data.plan.epoch_of(self.done), samples, figures)
             if self._early is not None:
                 self._early.add(self.done, figures)
                 self.early_reason = self._ends_early()
@@ -341,9 +349,9 @@ class Loop:
         job.hooks.check()
         scaler = job.precision.scaler
         facts = {
-            "epoch": job.plan.epoch_of(done),
+            "epoch": job.data.plan.epoch_of(done),
             "world_size": job.world.size,
-            "samples": job.plan.length,
+            "samples": job.data.plan.length,
             "config": configuration.to_flat(job.config),
             "task_sha256": job.task.sha256,
             "torch": torch.__version__,
@@ -405,7 +413,7 @@ def conclude(job: Job, done: Done, attempt: int) -> Outcome:
     )
     if not job.world.is_first:
         return end
-    figures = {"epoch": job.plan.epoch_of(done.step), **best.facts(job.run, job.config.checkpoint.best)}
+    figures = {"epoch": job.data.plan.epoch_of(done.step), **best.facts(job.run, job.config.checkpoint.best)}
     if done.stopped:
         text = f"stopped after step {done.step} of {job.total_steps}; continue with: train resume {job.run.name}"
     else:
