@@ -50,7 +50,7 @@ class Keeping(TaskRanks):
         times: int = 99,
         between: Callable[[run_folder.Run], None] = lambda run: None,
     ) -> None:
-        super().__init__(run, lock, lock=ranks, count=zygote, environ={"TRAIN_FAULT": fault})
+        super().__init__(run, read_spec(run), lock=lock, count=ranks, zygote=zygote, environ={"TRAIN_FAULT": fault})
         self.memory = self.memory or SnapshotMemory()
         self.times, self._between = times, lambda: between(run)
 
