@@ -57,17 +57,17 @@ def attempt(run: Run, ranks: int, disturb: Disturb | None = None, fault_text: st
     if lock is None:
         raise Failure(f"{run.name}: the lock was never released")
     began = time.monotonic()
-    number = run.begin_attempt(ranks, run.newest_checkpoint)
+    number, spec = run.begin_attempt(ranks, run.newest_checkpoint), read_spec(run)
     made = TaskRanks(
         run,
-        read_spec(run),
+        spec,
         lock=lock,
         count=ranks,
         zygote=zygote(),
         environ={"TRAIN_FAULT": fault_text},
         is_foreground=True,
     )
-    made.start(number)
+    made.start(spec, number)
     lock.release()
     processes = [Rank(pid, made) for pid in made.pids]
     if disturb is not None:

@@ -26,9 +26,13 @@ def run(options: Namespace, runs: Path) -> int:
     from ..cluster import jobs
     from ..launcher import stopping
     from ..run import folders
+    from ..supervise import programs
 
     run = folders.find(runs, options.name)
-    is_job = jobs.is_submitted(run.read())
-    code, text = jobs.stop(run, options.now, screen.remark) if is_job else stopping.stop(run, options.now)
+    record = run.read()
+    if jobs.is_submitted(record):
+        code, text = jobs.stop(run, options.now, screen.remark)
+    else:
+        code, text = stopping.stop(run, programs.of_record(record), now=options.now)
     screen.say(text)
     return code

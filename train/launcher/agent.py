@@ -147,7 +147,7 @@ def keep(opened: OpenedRun, stop: StopRequest) -> int:
     try:
         settings = settings_of(record)
         nodes = (
-            Nodes(run, nproc=opened.ranks, settings=settings, listening=opened.listening)
+            Nodes(run, spec, nproc=opened.ranks, settings=settings, listening=opened.listening)
             if settings is not None
             else None
         )

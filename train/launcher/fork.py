@@ -84,7 +84,15 @@ def prepare_fork(run: Run, step: int, flags: dict[str, str], ranks: int) -> Prep
     batch_norm.check(task, config, found.train_set, lambda: model, ranks, range(step, found.total))
     no_use = of_no_use(task, source)
     warnings += rate_change.warnings(
-        run, task, (before, config), len(found.train_set), step, flags, is_fork=True, has_rate="optim.lr" not in no_use
+        run,
+        spec,
+        task,
+        (before, config),
+        len(found.train_set),
+        step,
+        flags,
+        is_fork=True,
+        has_rate="optim.lr" not in no_use,
     )
     changed = _changed(run, step, task, model, before, config).union(manifest.get("changed", ()))
     deterministic.check(task, config, found.precision.device, found.train_set, model)  # it takes the model's values

@@ -10,11 +10,12 @@ from ..build.schedule import Planned, factors, moved, rate_scale
 from ..config import Config
 from ..run.metrics import each, is_evaluation, last_training
 from ..run.run_folder import Run
+from ..run.spec import Spec
 from ..tasks import Task
 
 
 def warnings(
-    run: Run, task: Task, configs: tuple[Config, Config], samples: int, step: int, flags: dict[str, str],
+    run: Run, spec: Spec, task: Task, configs: tuple[Config, Config], samples: int, step: int, flags: dict[str, str],
     *, is_fork: bool, has_rate: bool,
 ) -> list[str]:  # fmt: skip
     """Return a line that says how the learning rate moves and how to keep it; [] if it does not move.
@@ -31,7 +32,7 @@ def warnings(
         factor = moved(task, before=before, after=after, step=step)
     if factor is None:
         return []
-    peak = _peak(run, task, before)
+    peak = _peak(run, spec, task, before)
     old = _logged(run, step) or peak * factor[0]
     new = peak * factor[1] * _base(after.config) / _base(before.config)
     if math.isclose(old, new, rel_tol=1e-2):
@@ -68,9 +69,9 @@ def _logged(run: Run, step: int) -> float | None:
     return next((line.get("lr") for line in lines if line["step"] == step and not is_evaluation(line)), None)
 
 
-def _peak(run: Run, task: Task, planned: Planned) -> float:
+def _peak(run: Run, spec: Spec, task: Task, planned: Planned) -> float:
     """Return the peak learning rate of the first group, from the run's last line: the task's optimizer may set it."""
-    line, fork = last_training(run), run.read().get("forked_from")
+    line, fork = last_training(run), spec.forked_from
     if line is not None and line["step"] > (fork["step"] if fork else 0):
         factor = factors(task, planned)(line["step"] - 1)
         if factor and line.get("lr"):

@@ -95,7 +95,7 @@ def prepare_resume(run: Run, flags: dict[str, str], local: int, nodes: range = A
     if micros < ranks:
         warnings.append(f"a step has {micros} micro batches for {ranks} ranks, so {ranks - micros} ranks have no work")
     warnings += rate_change.warnings(
-        run, task, (kept, config), len(found.train_set), step, flags,
+        run, spec, task, (kept, config), len(found.train_set), step, flags,
         is_fork=False, has_rate="optim.lr" not in of_no_use(task, source),
     )  # fmt: skip
     return config, warnings

@@ -12,14 +12,13 @@ from ..run.run_folder import Run
 from ..supervise import attempts, programs
 
 
-def stop(run: Run, now: bool) -> tuple[int, str]:
-    """Stop a run and wait until it has stopped. Returns an exit code and a line about its state.
+def stop(run: Run, program: programs.Program, *, now: bool) -> tuple[int, str]:
+    """Stop a run of this program and wait until it has stopped. Returns an exit code and a line about its state.
 
     Raises:
         Refused: the request or the record cannot be written into its folder.
     """
     run = run.held()  # the run may be renamed meanwhile
-    program = programs.of_record(run.read())
     while True:
         if run.alive():
             if not now and (remark := program.stop_remark(run.name)):
@@ -67,8 +66,9 @@ def ask_to_stop(run: Run, wanted: str) -> None:
     try:
         stop_and_wait(run, wanted)
     except OSError as error:
-        pid = (run.read().get("pids") or {}).get("agent")
-        by_signal = f", or on {run.read().get('host')}: kill {pid}" if pid else ""
+        record = run.read()
+        pid = (record.get("pids") or {}).get("agent")
+        by_signal = f", or on {record.get('host')}: kill {pid}" if pid else ""
         problem = f"the request to stop cannot be written into {run.folder} ({error.strerror})"
         raise Refused(f"{problem}; free space there, then: train stop {run.name}{by_signal}") from None
 

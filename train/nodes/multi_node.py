@@ -59,7 +59,7 @@ class MultiNodeSupervisor(Supervisor):
                 record_waiting(self.run, waits)
             self.show()
             time.sleep(0.02)
-        nodes.take_over()
+        self.spec = nodes.take_over(self.spec)
         by = f" over {nodes.interface}" if nodes.interface else ""
         by += f" (InfiniBand for NCCL: {', '.join(nodes.infiniband)})" if nodes.infiniband else ""
         self.say(f"all nodes are connected{by}: {', '.join(nodes.names())}")

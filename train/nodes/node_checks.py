@@ -14,6 +14,7 @@ from typing import Any
 from ..config import strategies
 from ..run import folders
 from ..run.run_folder import Run
+from ..run.spec import Spec
 
 SHARED = ".shared"
 """File in node 0's run folder. A node that can read it there shares the folder; it holds the id of node 0's process."""
@@ -28,7 +29,7 @@ def code_digest() -> str:
     return digest.hexdigest()[:12]
 
 
-def hello(run: Run, node: int, nproc: int, least: int, most: int) -> dict[str, Any]:
+def hello(run: Run, spec: Spec, *, node: int, nproc: int, least: int, most: int) -> dict[str, Any]:
     """Return what a node reports about itself when it connects.
 
     Args:
@@ -48,14 +49,13 @@ def hello(run: Run, node: int, nproc: int, least: int, most: int) -> dict[str, A
     from ..checkpoint.manifest import sha256_of
     from ..run import environment
 
-    record = run.read()
-    fields = run.read_config()
-    chosen = {name: fields[name] for name in record.get("chosen", ()) if name in fields}
+    fields = spec.config
+    chosen = {name: fields[name] for name in spec.chosen if name in fields}
     must = {
         "torch": version("torch"),
         "python": platform.python_version(),
         "code": code_digest(),
-        "task": record.get("task_sha256") or record.get("task"),
+        "task": spec.task_sha256 or spec.task,
         "data": sha256_of(run.folder / "data.json"),
         "init": sha256_of(run.folder / "init.safetensors"),
         "hashes": environment.hash_seed_of(environment.read(run.folder)),

@@ -25,6 +25,7 @@ from ..run import ownership
 from ..run.durable import write_atomically
 from ..run.record import Record
 from ..run.run_folder import Run
+from ..run.spec import Spec
 from ..supervise.decide import Asked, Decision, Facts, decide
 from ..supervise.timeouts import JOINING, LINGER, SHARED_FOLDER, WAIT_MINUTES
 from . import address, node_checks
@@ -66,12 +67,16 @@ class Nodes:
         listening: On node 0, the socket to which the other nodes connect.
     """
 
-    def __init__(self, run: Run, *, nproc: int, settings: Settings, listening: socket.socket | None) -> None:
+    def __init__(
+        self, run: Run, spec: Spec, *, nproc: int, settings: Settings, listening: socket.socket | None
+    ) -> None:
         self.run, self.settings, self._id = run, settings, uuid.uuid4().hex
-        attempts = run.read()["attempts"]
+        attempts = run.attempts()
         self._has_ended = bool(attempts and attempts[-1]["end"])
         """Whether the end of the last attempt on this node was recorded."""
-        self._hello = node_checks.hello(run, settings.node, nproc, settings.least, settings.most)
+        self._hello = node_checks.hello(
+            run, spec, node=settings.node, nproc=nproc, least=settings.least, most=settings.most
+        )
         if listening is not None and node_checks.needs_shared_disk(self._hello):
             (run.folder / node_checks.SHARED).write_text(self._id, encoding="utf-8")
         self._rendezvous = self._reach(listening)
@@ -225,17 +230,22 @@ class Nodes:
         """Return the names of the nodes of the attempt."""
         return [name_of(node) for node in self._current.nodes] if self.round is not None else []
 
-    def take_over(self) -> None:
-        """Take config fields that no user has set from node 0, so that all nodes compute alike."""
+    def take_over(self, spec: Spec) -> Spec:
+        """Take config fields that no user has set from node 0, so that all nodes compute alike.
+
+        Returns what the ranks run now; config.toml says the same.
+        """
         if not self.settings.node:
-            return
+            return spec
+        chosen = {name: int(value) for name, value in self._zero["hello"]["chosen"].items()}
         path = self.run.folder / "config.toml"
         text = before = path.read_text(encoding="utf-8")
-        for name, value in self._zero["hello"]["chosen"].items():
-            text = re.sub(rf"(?m)^{name} = .*$", f"{name} = {int(value)}", text)
+        for name, value in chosen.items():
+            text = re.sub(rf"(?m)^{name} = .*$", f"{name} = {value}", text)
         if text != before:
             write_atomically(path, text)
             self.run.update(lambda record: record.update(cast(Record, ownership.sign(self.run.folder, record))))
+        return dataclasses.replace(spec, config={**spec.config, **chosen})
 
     def report_death(self) -> None:
         """Tell the other nodes that a rank here is dead, so that they need not find out themselves."""

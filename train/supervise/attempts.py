@@ -23,6 +23,7 @@ from ..errors import EXIT_FAILED, Refused, one_line
 from ..run import durable, metrics, outcome, run_folder, states
 from ..run.outcome import Outcome
 from ..run.progress_lines import fold
+from ..run.record import Record
 from ..run.run_folder import Run
 from ..run.spec import Spec
 from . import decide, diagnose, health, memory, programs
@@ -40,8 +41,11 @@ def record_end(run: Run, state: str, *, reason: str, by: str | None = None) -> N
 
     The caller must hold the run's lock.
     """
-    ended = run.read().get("ended") or run_folder.now()
-    run.update(state=state, reason=reason, stopped_by=by, ended=ended)
+
+    def change(record: Record) -> None:
+        record["ended"] = record.get("ended") or run_folder.now()
+
+    run.update(change, state=state, reason=reason, stopped_by=by)
 
 
 def _last_loss(run: Run) -> dict[str, Any]:
@@ -240,7 +244,7 @@ class Supervisor:
     def _live_through(self, attempt: int) -> None:
         """Start the ranks and watch them until all have ended."""
         ranks = self.ranks
-        ranks.start(attempt)
+        ranks.start(self.spec, attempt)
         numbers = [rank_env.rank for rank_env in ranks.rank_envs]
         watch = self._program.health(self.spec, self.run.logs(attempt), numbers, ranks.end_peer)
         note_at, is_asked = 0.0, False

@@ -87,7 +87,7 @@ class Ranks(abc.ABC):
         self._first_until = math.inf
         self._signalled: set[int] = set()
 
-    def start(self, attempt: int) -> None:
+    def start(self, spec: Spec, attempt: int) -> None:
         """Start all ranks. If that fails, `problem` says why."""
         self.problem, self._pids, self._codes, self._first = "", {}, {}, {}
         self._first_until, self._signalled = math.inf, set()
@@ -101,7 +101,7 @@ class Ranks(abc.ABC):
         try:
             if self._zygote.is_lost:
                 self._zygote = self._zygote.again()
-            self._start(attempt)
+            self._start(spec, attempt)
         except (OSError, Refused) as error:  # the machine has no resources for a process
             self.problem = one_line(error if isinstance(error, Refused) else f"{type(error).__name__}: {error}")
             self._first = {self.rank_envs[0].rank: 1}
@@ -109,7 +109,7 @@ class Ranks(abc.ABC):
                 self.end_peer(pid, signal.SIGKILL)
 
     @abc.abstractmethod
-    def _start(self, attempt: int) -> None:
+    def _start(self, spec: Spec, attempt: int) -> None:
         """Start all ranks. Raises OSError or Refused if that fails."""
 
     def _fork(
@@ -198,12 +198,11 @@ class TaskRanks(Ranks):
 
     def __init__(self, run: Run, spec: Spec, *, lock: Lock, count: int, zygote: Zygote, **more: Any) -> None:
         super().__init__(run, lock, count, zygote, **more)
-        self._spec = spec
         self.memory = None if self._is_foreground else snapshot_memory(spec, count)
 
-    def _start(self, attempt: int) -> None:
+    def _start(self, spec: Spec, attempt: int) -> None:
         address = self.memory.address if self.memory is not None else ""  # '' hides the variable of an enclosing run
-        common = {"OMP_NUM_THREADS": str(self._spec.config.get("cpu_threads", 1)), ENVIRONMENT: address}
+        common = {"OMP_NUM_THREADS": str(spec.config.get("cpu_threads", 1)), ENVIRONMENT: address}
         meeting: dict[str, Any] = {}
         with contextlib.ExitStack() as held:
             place = []
@@ -216,14 +215,8 @@ class TaskRanks(Ranks):
                 held.callback(os.close, place[0])
             for rank_env in self.rank_envs:
                 known = {key: value for key, value in dataclasses.asdict(rank_env).items() if key != "init"}
-                arguments = [
-                    str(self.run.path),
-                    self._spec.to_json(),
-                    attempt,
-                    known,
-                    meeting,
-                    self._has_terminal(rank_env),
-                ]
+                has_terminal = self._has_terminal(rank_env)
+                arguments = [str(self.run.path), spec.to_json(), attempt, known, meeting, has_terminal]
                 at = place if not meeting or rank_env.rank == 0 else []
                 self._fork("task_rank", arguments, attempt, rank_env, common | _of_rank(rank_env), at)
 
@@ -244,7 +237,7 @@ class ScriptRanks(Ranks):
         self._command = command
         self._store: int | None = None
 
-    def _start(self, attempt: int) -> None:
+    def _start(self, spec: Spec, attempt: int) -> None:
         command = self._command()
         common = {
             "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(self._host_store()), "GROUP_RANK": "0",

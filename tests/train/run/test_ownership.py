@@ -18,6 +18,7 @@ from tests.train.conftest import PATIENCE, Station
 from train.launcher import keeper, resumable, stopping
 from train.run import environment, folders, ownership, states
 from train.run.run_folder import Run
+from train.supervise import programs
 
 pytestmark = pytest.mark.never_forgiven
 
@@ -122,7 +123,8 @@ def test_a_run_that_is_not_as_it_was_started_rests_as_a_copy(change: Callable[[R
     assert run.state() == "interrupted" and resumable.is_resumable(run)
     run = change(run)
     assert run.state() == "copy" and resumable.is_resumable(run) is None
-    assert stopping.stop(run, False)[0] == 0 and run.state() == "stopped" and resumable.is_resumable(run) is False
+    assert stopping.stop(run, programs.TASK, now=False)[0] == 0 and run.state() == "stopped"
+    assert resumable.is_resumable(run) is False
 
 
 def test_without_a_state_folder_runs_begin_and_the_keeper_says_why_none_is_its_own(station: Station) -> None:

@@ -288,7 +288,7 @@ def test_a_fork_that_the_machine_has_no_room_for_is_told_as_passing(
     real = zygote.fork
     monkeypatch.setattr(zygote, "fork", fork)
     ranks = TaskRanks(run, read_spec(run), lock=lock, count=2, zygote=zygote)
-    ranks.start(run.begin_attempt(2, 0))
+    ranks.start(read_spec(run), run.begin_attempt(2, 0))
     eventually("all ranks have ended", ranks.wait)
     lock.release()
     assert diagnose.is_busy(ranks.problem) and ranks.exits == {0: 1}
