@@ -161,7 +161,10 @@ def _measured(
         hand = ratio(blocks[name], blocks[_HAND if size > 1 else _BARE])[0]
         idle = 1 - 1 / ratio(blocks[name], blocks[_ALONE])[0] if size > 1 else None
         memory = None if torchruns() else _memory(folder, size, ways[name])
-        rows.append(Row(name, size, rate, rate / base, rate / base / size, idle, hand, memory))
+        rows.append(Row(
+            way=name, ranks=size, samples_per_s=rate, speed_up=rate / base, efficiency=rate / base / size,
+            not_computing=idle, by_hand=hand, memory=memory,
+        ))  # fmt: skip
     return rows
 
 

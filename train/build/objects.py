@@ -157,7 +157,8 @@ def fingerprint(task: Task, config: Config, *, train_set: Any, eval_sets: Mappin
     own = call(task, "fingerprint()", task.fingerprint, config) if task.fingerprint is not None else None
     if own is not None:
         call(task, "fingerprint()", json.dumps, own)
-    return call(task, "a look at the datasets", fingerprints.of_sets, config.data.root, own, train_set, eval_sets)
+    with refusing(task, "a look at the datasets"):
+        return fingerprints.of_sets(config.data.root, own, train_set, eval_sets)
 
 
 def data_differs(run: Run, task: Task, *, config: Config, train_set: Any, eval_sets: Mapping[str, Any]) -> str:

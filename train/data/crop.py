@@ -66,7 +66,8 @@ def centre_crop(width: int, height: int, size: int, to: int, flips: bool = False
     short = min(width, height)
     across, down = to * width // short, to * height // short
     at = round((across - size) / 2), round((down - size) / 2)
-    return Crop(0, 0, width, height, size, (across, down), at, flips and random.random() < 0.5)
+    flipped = flips and random.random() < 0.5
+    return Crop(left=0, top=0, width=width, height=height, size=size, to=(across, down), at=at, is_mirrored=flipped)
 
 
 def random_crop(width: int, height: int, size: int) -> Crop:

@@ -94,8 +94,9 @@ def is_indexed_at_once(dataset: Any, collate: Callable[[list[Any]], Any] | None)
 
 
 def gatherer(
-    dataset: Any, collate: Callable[[list[Any]], Any] | None, skip: bool, made_by: Callable[..., Any] | None = None,
-    name: str = TRAINING, keep: Callable[[Tensor], Tensor] | None = None, sets_epoch: bool = True,
+    dataset: Any, collate: Callable[[list[Any]], Any] | None, *, skip: bool,
+    made_by: Callable[..., Any] | None = None, name: str = TRAINING,
+    keep: Callable[[Tensor], Tensor] | None = None, sets_epoch: bool = True,
 ) -> Callable[[MicroBatch], tuple[Any, Sequence[BadSample]]]:  # fmt: skip
     """Return the function that turns a micro batch's indices into a batch and its samples that cannot be read.
 

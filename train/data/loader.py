@@ -127,9 +127,10 @@ class Loader:
         sets = [(TRAINING, train_set), *((name or EVALUATION, each) for name, each in eval_sets.items())]
         # at the first batch, for no GPU is chosen yet; once, though training and evaluation may share a tensor
         keep = functools.cache(lambda tensor: tensor.to(device)) if keeps else None
-        self._fetching = _Fetching(
-            [gatherer(each, collate, skips, made_by, name, keep, sets_epoch) for name, each in sets]
-        )
+        self._fetching = _Fetching([
+            gatherer(each, collate, skip=skips, made_by=made_by, name=name, keep=keep, sets_epoch=sets_epoch)
+            for name, each in sets
+        ])  # fmt: skip
         self._loader = DataLoader(
             self._fetching,
             sampler=self._sampler,  # anything to iterate over is enough

@@ -69,8 +69,9 @@ def examine_job(json_: bool, ranks: int | None, deadline: float) -> int:
     if is_under_torchrun():
         own = read_rank_env()
         place = JobRank(
-            own.rank, own.size, own.local_rank, environ.get("MASTER_ADDR", "127.0.0.1"), meeting_port("29500"),
-            environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True", deadline,
+            rank=own.rank, size=own.size, local_rank=own.local_rank,
+            address=environ.get("MASTER_ADDR", "127.0.0.1"), port=meeting_port("29500"),
+            agent_serves=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True", deadline=deadline,
         )  # fmt: skip
         return _rank(place, json_)
     size = ranks or torch.cuda.device_count() or 2

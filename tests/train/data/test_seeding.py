@@ -257,7 +257,7 @@ def test_what_a_task_file_and_a_base_class_draw_from_is_seeded(monkeypatch: pyte
     monkeypatch.setitem(sys.modules, "the_task", task)
     exec(OTHER_FILE, vars(task))
     micro = MicroBatch(step=0, number=0, indices=np.arange(4), seed=7)
-    batches = [gatherer(Derived(task.augment), None, False, task.datasets)(micro)[0] for _ in range(2)]
+    batches = [gatherer(Derived(task.augment), None, skip=False, made_by=task.datasets)(micro)[0] for _ in range(2)]
     assert torch.equal(*batches)
 
 
