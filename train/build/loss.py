@@ -20,7 +20,7 @@ _WIDE = (torch.float32, torch.float64)
 
 
 @dataclass(slots=True)
-class Figure:
+class BatchValue:
     """The loss or a metric of one batch."""
 
     value: Tensor
@@ -50,11 +50,11 @@ class Figure:
         return self.samples if self.count is None else self.count
 
 
-def figure(value: Any, samples: int, what: str) -> Figure:
+def checked_value(value: Any, samples: int, what: str) -> BatchValue:
     """Check what a task's function returned.
 
     Args:
-        what: the figure and its file, for messages.
+        what: names the loss or metric and its file, for messages.
 
     Raises:
         TrainingFailed: the value is neither a mean nor (total, count).
@@ -80,13 +80,13 @@ def figure(value: Any, samples: int, what: str) -> Figure:
     if value.dim():
         value = value.reshape(())
     # bf16 rounds a third to 0.334, and fp16 ends at 65504: sums and weights take at least fp32
-    return Figure(value if value.dtype in _WIDE else value.float(), samples, count)
+    return BatchValue(value if value.dtype in _WIDE else value.float(), samples, count)
 
 
 def training_loss(
     function: Callable[[nn.Module, Any], Any], compute: Callable[[Callable[[nn.Module], Tensor]], Tensor], *,
     batch: Any, samples: int, what: str,
-) -> Figure:  # fmt: skip
+) -> BatchValue:  # fmt: skip
     """Compute the loss of a batch, to be differentiated.
 
     Args:
@@ -97,23 +97,23 @@ def training_loss(
     Raises:
         TrainingFailed: the task returned no loss, or one that does not depend on the model.
     """
-    found: list[Figure] = []
+    made: list[BatchValue] = []
 
     def value_of(model: nn.Module) -> Tensor:
-        one = figure(function(model, batch), samples, what)
-        if not one.value.requires_grad:
+        loss = checked_value(function(model, batch), samples, what)
+        if not loss.value.requires_grad:
             raise TrainingFailed(f"{what} does not depend on the model's parameters: call model(...) in it")
-        found.append(one)
-        return one.value
+        made.append(loss)
+        return loss.value
 
     value = compute(value_of)
-    found[0].value = value
-    return found[0]
+    made[0].value = value  # what the strategy made of it, with its hooks
+    return made[0]
 
 
-def evaluation_figures(
+def evaluation_values(
     task: Task, model: nn.Module, *, inference: nn.Module, batch: Any, samples: int
-) -> dict[str, Figure]:
+) -> dict[str, BatchValue]:
     """Compute the loss and the metrics of a batch, by name, the loss first.
 
     Where the metrics include `loss`, the task's loss is not called: one forward serves both.
@@ -129,14 +129,14 @@ def evaluation_figures(
         raise TrainingFailed(f"metrics must return a dict from names to tensors, got {type(made).__name__}")
     if "loss" not in made and task.loss is not None:
         made = {"loss": task.loss(model, batch), **made}
-    figures = {}
+    values = {}
     for name in sorted(made, key=lambda name: name != "loss"):
         value = made[name]
         if name != "loss" and isinstance(value, (int, float, np.number, np.ndarray)):
             value = torch.as_tensor(value)
         what = "loss" if name == "loss" else f"metric {name}"
-        figures[name] = figure(value, samples, f"{what} in {task.file}")
-    return figures
+        values[name] = checked_value(value, samples, f"{what} in {task.file}")
+    return values
 
 
 def _is_scalar(value: Any) -> bool:

@@ -22,7 +22,7 @@ from ..parallel.strategy import STEP_STATS, Strategy
 from ..parallel.world import World
 from ..tasks import Task
 from .freeze import set_training
-from .loss import training_loss
+from .loss import BatchValue, training_loss
 from .objects import call
 from .optimizer import check_optimizer, has_modes, keep_dtypes, make_optimizer
 
@@ -54,6 +54,10 @@ class Update:
         """Whether the update runs in a step (counted from 0)."""
         return (number + 1) % self.every == 0
 
+    def compute_loss(self, batch: Any, samples: int) -> BatchValue:
+        """Compute the loss of a batch of this many samples, to be differentiated."""
+        return training_loss(self.loss, self.strategy.compute, batch=batch, samples=samples, what=self.what)
+
     def activate(self) -> None:
         """Make only the parameters of this update require gradients."""
         if self.others:
@@ -73,7 +77,7 @@ class Update:
             number = world.rank * slots + slot  # neighbours: what ordered sums take; else it is all the same
             with strategy.micro_batch(number, is_last):
                 with strategy.precision.autocast():
-                    loss = training_loss(self.loss, strategy.compute, batch=batch, samples=samples, what=self.what)
+                    loss = self.compute_loss(batch, samples)
                 strategy.backward(loss.value, 1 / (slots * world.size), stats if is_last else None)
         strategy.reduce(stats)
         strategy.scale_and_clip_gradients(self.optimizer, clip_norm=strategy.config.clip_grad_norm)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ..build import determinism, objects
 from ..build.hooks import Average
-from ..build.loss import Figure, evaluation_figures
+from ..build.loss import BatchValue, evaluation_values
 from ..config import Config
 from ..data import threads
 from ..data.fetch import BadSample
@@ -148,7 +148,7 @@ class _Pass:
         task, samples, made = self.task, len(micro.indices), None
         seed_compute(micro.seed, self.world.device, own=self.generators)
         with self.weights(), self.precision.autocast():
-            figures = evaluation_figures(task, self.module, inference=self.inference, batch=batch, samples=samples)
+            figures = evaluation_values(task, self.module, inference=self.inference, batch=batch, samples=samples)
             if task.predict is not None:
                 made = task.predict(self.inference, batch)
             if show is not None and task.images is not None:
@@ -191,10 +191,10 @@ def _same_buffers(model: nn.Module) -> Iterator[None]:
                     buffer.copy_(content)
 
 
-def _row(samples: int, figures: dict[str, Figure]) -> Row:
+def _row(samples: int, values: dict[str, BatchValue]) -> Row:
     row: Row = [samples]
-    for name in sorted(figures):
-        row += [figures[name].total(torch.float64), figures[name].counted()]
+    for name in sorted(values):
+        row += [values[name].total(torch.float64), values[name].counted()]
     return row
 
 

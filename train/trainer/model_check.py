@@ -53,15 +53,19 @@ class ModelCheck:
         self._parameters = [(name, parameter) for name, parameter in model.named_parameters() if parameter.numel()]
         self._names, self._numbers = set(model.state_dict(keep_vars=True)), _numbers(model)
         self._has_warned = False
+        self.is_on = True
+        """Whether the present step is checked. Otherwise the methods do nothing."""
 
     def begin(self) -> None:
         """Call before the forwards of a step."""
+        if not self.is_on:
+            return
         self._before = _fingerprints(self._parameters)
         self._values = [_values(self._buffers)] if self._buffers else []
 
-    def after_first(self) -> None:
-        """Call after the first micro batch of a step on this rank."""
-        if len(self._values) == 1:
+    def after_micro_batch(self, is_last: bool) -> None:
+        """Call after each micro batch of this rank. `is_last`: it is the last one of the step."""
+        if self.is_on and not is_last and len(self._values) == 1:  # after the first one
             self._values.append(_values(self._buffers))
 
     def end(self) -> list[str]:
@@ -70,6 +74,8 @@ class ModelCheck:
         Raises:
             TrainingFailed: a forward has changed a parameter, or added something to the state.
         """
+        if not self.is_on:
+            return []
         changed = (_fingerprints(self._parameters) != self._before).any(1).tolist()
         if any(changed):
             raise TrainingFailed(
@@ -91,7 +97,7 @@ class ModelCheck:
 
         After the forwards of a step. A collective, in a model with such buffers.
         """
-        if self._world is None or not self._buffers or self._written:
+        if not self.is_on or self._world is None or not self._buffers or self._written:
             return ""
         before, *after = [*self._values, _values(self._buffers)]
         # of each buffer what the first and the last micro batch left in it, where they changed it

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from .. import faults
-from ..build.loss import training_loss
 from ..data.order import seed_of
 from ..data.plan import MicroBatch
 from ..data.seeding import seed_compute
@@ -28,37 +27,28 @@ Fetched = tuple[MicroBatch, Any, bool]
 """A micro batch, its data on the device, and whether it is this rank's last one of the step."""
 
 
-def step(
-    job: Job, number: int, prefetch: Prefetch, stats: Mapping[str, StepStats], *, wants_save: bool,
-    check: ModelCheck | None,
-) -> StepResult:  # fmt: skip
+def step(job: Job, number: int, prefetch: Prefetch, stats_of: dict[str, StepStats], check: ModelCheck) -> StepResult:
     """Make one step (counted from 0): forward and backward of this rank's micro batches, then the optimizer's update.
 
-    A task with several updates (a GAN) makes them in turn, each on all micro batches of the step. Only `on_nan skip`
-    and the checks of the first steps wait for the device.
+    A task with several updates (a GAN) makes them in turn, each on all micro batches of the step.
 
     Args:
-        stats: this rank's stats of each update, by the update's name.
-        wants_save: whether this rank asks for a checkpoint after the step.
-        check: checks the model in the first steps of an attempt; None in later ones.
+        stats_of: this rank's stats of each update, by the update's name.
+        check: checks the model in the first steps of an attempt, and does nothing in later ones.
     """
-    faults.here("step")
-    config, device = job.config, job.world.device
     samples, micros = job.data.plan.samples(number), job.data.plan.micro_batches(number)  # of all ranks together
-    measures_norm = config.log.gradients and job.intervals.logs(number + 1)
+    measures_norm = job.config.log.gradients and job.intervals.logs(number + 1)
     updates = [update for update in job.updates if update.is_due(number)]
-    batches: Iterable[Fetched] = _fetch(job, number, prefetch)
-    if len(updates) > 1:
-        batches = list(batches)  # each update needs all of them; otherwise one at a time is in memory
+    fetched = _fetch(job, number, prefetch)
+    batches = list(fetched) if len(updates) > 1 else fetched  # several updates need them all, one takes one at a time
     result, norms = StepResult({}, {}, []), list[Tensor]()
     for update in updates:
-        strategy, own = update.strategy, stats[update.name]
+        strategy, stats = update.strategy, stats_of[update.name]
         update.activate()  # only its own parameters require gradients
-        buffers_before = strategy.buffers.copies() if config.on_nan == "skip" else None
+        buffers_before = strategy.buffers.copies() if job.config.on_nan == "skip" else None
         strategy.begin(micros)
-        own.begin(micros, wants_save)
-        if check is not None:
-            check.begin()
+        stats.begin(micros)
+        check.begin()
 
         # Accumulate the gradients of this rank's micro batches, each weighted by its share of the global batch. The
         # last backward also sums gradients and stats over the ranks.
@@ -66,22 +56,16 @@ def step(
             loss = None
             with strategy.micro_batch(micro.number, is_last):
                 if len(micro.indices):  # else none of its samples could be read
-                    seed_compute(micro.seed, device, tag=f"compute{update.name}", own=job.generators)
+                    seed_compute(micro.seed, job.world.device, tag=f"compute{update.name}", own=job.generators)
                     with job.precision.autocast():
-                        loss = training_loss(
-                            update.loss, strategy.compute, batch=batch, samples=len(micro.indices), what=update.what
-                        )
-                    own.add(micro.number, loss, is_repeated=micro.is_repeated)
+                        loss = update.compute_loss(batch, len(micro.indices))
+                    stats.add(micro.number, loss, is_repeated=micro.is_repeated)
                 weight = 0.0 if loss is None or micro.is_repeated else loss.weight / samples
-                strategy.backward(None if loss is None else loss.value, weight, own.tensor() if is_last else None)
+                strategy.backward(None if loss is None else loss.value, weight, stats.tensor() if is_last else None)
             del loss  # frees its graph before the next forward
-            if check is not None and not is_last:
-                check.after_first()
-        sums = result.sums[update.name] = own.summed(strategy.reduce(own.tensor()))
-        if (kept := job.state.extra.losses.get(update.name)) is not None:  # lines of later steps repeat this loss
-            kept.copy_(torch.where(sums[LOSS].isfinite(), sums, kept))
-        if check is not None:
-            _report(job, check)
+            check.after_micro_batch(is_last)
+        sums = result.sums[update.name] = stats.summed(strategy.reduce(stats.tensor()))
+        _report(job, check)
 
         # With on_nan skip, all ranks leave out the update if the loss or a gradient is not finite.
         if buffers_before is not None and not is_finite(sums, strategy.trainable, job.world):
@@ -92,22 +76,20 @@ def step(
             continue
 
         # So far gradients are means over the samples of the step. Make them means over what the loss counted; clip.
-        scale = own.scale(sums, samples)
-        norm = strategy.scale_and_clip_gradients(
-            update.optimizer, clip_norm=config.clip_grad_norm, scale=scale, measures=measures_norm
-        )
-        if norm is not None:
+        scale, clip = stats.scale(sums, samples), job.config.clip_grad_norm
+        norm = strategy.scale_and_clip_gradients(update.optimizer, clip_norm=clip, scale=scale, measures=measures_norm)
+        if measures_norm and norm is not None:
             norms.append(norm.double())
 
         # Update. An optimizer that draws random numbers draws the same on all ranks, whatever their batches drew.
         if job.optimizer_generators is not None:
-            seed_compute(seed_of(config.seed, number), device, tag=f"update{update.name}", own=job.optimizer_generators)
+            seed = seed_of(job.config.seed, number)
+            seed_compute(seed, job.world.device, tag=f"update{update.name}", own=job.optimizer_generators)
         faults.here("update")
         job.snapshots.hold()  # a snapshot that is still being copied must not get new weights
         strategy.update(update.optimizer)
 
-    # Figures beside the loss: scalars on the device, the same on every rank. To add one, add a line here and a field in
-    # run/metrics.py, Training. It is then in metrics.jsonl and in every logger.
+    # Figures beside the loss. To add one, see "A figure of a step" in docs/contributing.md.
     if measures_norm:
         result.figures["grad_norm"] = functools.reduce(torch.hypot, norms)
     return result

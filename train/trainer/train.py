@@ -132,7 +132,8 @@ class Loop:
         self._stats = {
             update.name: StepStats(
                 update.strategy.stats_dtype, device, is_ordered=update.strategy.is_ordered,
-                leaves_out=self._leaves_out, stop=job.stop,
+                leaves_out=self._leaves_out, stop=job.stop, kept=job.state.extra.losses.get(update.name),
+                save=lambda: job.world.is_first and self._save_clock.is_due(),
                 copy=job.snapshots.copy_request if update is first else lambda: 0.0,
             )
             for update in job.updates
@@ -184,15 +185,13 @@ class Loop:
         job = self.job
         rate = self._rates.set_for(self.done)
         made = self.done - job.start.step  # in this attempt
-        check = self._check if made < CHECKED_STEPS else None
+        self._check.is_on = made < CHECKED_STEPS
         samples = job.data.plan.samples(self.done)
         self.trace.before(self.done + 1)
         flops = self._flops if not made else None
         with flops.counting(job.data.plan, job.sharing, self.done) if flops is not None else _NOTHING:
-            result = step(
-                job, self.done, self._prefetch, self._stats, check=check,
-                wants_save=job.world.is_first and self._save_clock.is_due(),
-            )  # fmt: skip
+            faults.here("step")
+            result = step(job, self.done, self._prefetch, self._stats, self._check)
         self.timing.step(samples)
         if not self.done and not self._leaves_out:  # else this rank may have had no sample
             job.compiling.check(job.config)

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.train.specs import with_spec
-from train.build.loss import evaluation_figures
+from train.build.loss import evaluation_values
 from train.errors import Refused, TrainingFailed
 from train.launcher.checks import prepare
 from train.launcher.request import Request
@@ -189,10 +189,10 @@ def test_metrics_that_have_the_loss_among_them_save_its_forward() -> None:
 
     model, batch = nn.Linear(2, 1), torch.ones(4, 2)
     one_forward: Any = SimpleNamespace(loss=loss, metrics=metrics, file="task.py")
-    figures = evaluation_figures(one_forward, model, inference=model, batch=batch, samples=4)
+    figures = evaluation_values(one_forward, model, inference=model, batch=batch, samples=4)
     assert asked == ["metrics"] and list(figures) == ["loss", "largest"] and figures["loss"].count == 3
     two: Any = SimpleNamespace(loss=loss, metrics=lambda *_: {"largest": 1.0}, file="task.py")
-    figures = evaluation_figures(two, model, inference=model, batch=batch, samples=4)
+    figures = evaluation_values(two, model, inference=model, batch=batch, samples=4)
     assert asked == ["metrics", "loss"] and list(figures) == ["loss", "largest"] and figures["loss"].count is None
 
 
@@ -200,7 +200,7 @@ def test_a_metric_that_is_no_number_is_named() -> None:
     for value, kind in (("high", "str"), ([0.5, 1], "a list of 2"), (torch.ones(2), "a tensor of shape")):
         task: Any = SimpleNamespace(loss=None, metrics=lambda *_, value=value: {"best": value}, file="task.py")
         with pytest.raises(TrainingFailed, match=f"metric best in task.py must return a scalar.*got {kind}"):
-            evaluation_figures(task, nn.Linear(1, 1), inference=nn.Linear(1, 1), batch=torch.ones(2), samples=2)
+            evaluation_values(task, nn.Linear(1, 1), inference=nn.Linear(1, 1), batch=torch.ones(2), samples=2)
 
 
 def test_metrics_of_other_names_on_another_rank_are_an_error(engine: Any, tmp_path: Path) -> None:

@@ -86,8 +86,7 @@ def test_a_buffer_is_named_in_which_each_micro_batch_leaves_another_value() -> N
             check.begin()
             for number in range(micros):
                 _micro_batch(model, name, points[number : number + 2])
-                if number < micros - 1:
-                    check.after_first()
+                check.after_micro_batch(is_last=number == micros - 1)
             check.end()
             said.append(check.written_buffer())
             model.late += points[0]  # after_step

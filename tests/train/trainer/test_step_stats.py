@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from train.build.loss import Figure
+from train.build.loss import BatchValue
 from train.signals import StopRequest
 from train.trainer.step_stats import STATS, Readback, StepResult, StepStats
 
@@ -19,8 +19,8 @@ CPU = torch.device("cpu")
 LOSSES = st.lists(st.tuples(st.floats(width=32), st.integers(1, 1000)), min_size=1, max_size=6)
 
 
-def figure(value: float, samples: int, count: Tensor | float | None = None) -> Figure:
-    return Figure(torch.tensor(value, requires_grad=True) * 1, samples, count)
+def loss_of(value: float, samples: int, count: Tensor | float | None = None) -> BatchValue:
+    return BatchValue(torch.tensor(value, requires_grad=True) * 1, samples, count)
 
 
 def of_rank(dtype: torch.dtype = torch.float32, stop: StopRequest | None = None, **given: Any) -> StepStats:
@@ -38,10 +38,10 @@ def test_sums_have_the_bits_of_products_and_sums_of_tensors(
 ) -> None:
     stats = of_rank(dtype)
     for losses in steps:
-        stats.begin(len(losses), save=False)
+        stats.begin(len(losses))
         expected: Tensor | float = 0.0
         for number, (value, samples) in enumerate(losses):
-            stats.add(number, figure(value, samples))
+            stats.add(number, loss_of(value, samples))
             expected = expected + torch.tensor(value).to(dtype) * samples
         found = own(stats)
         assert found["loss"] == float(expected) or (math.isnan(found["loss"]) and math.isnan(float(expected)))
@@ -50,34 +50,35 @@ def test_sums_have_the_bits_of_products_and_sums_of_tensors(
 
 def test_nothing_of_a_step_is_left_in_the_next() -> None:
     stop = StopRequest(())
-    stats = of_rank(stop=stop)
-    stats.begin(1, save=True)
-    stats.add(0, figure(2.0, 8, count=torch.tensor(5)))
+    saves = iter([True, False, False])
+    stats = of_rank(stop=stop, save=lambda: next(saves))
+    stats.begin(1)
+    stats.add(0, loss_of(2.0, 8, count=torch.tensor(5)))
     stop.ask("user", "train stop")
     assert own(stats) == {"loss": 2, "count": 5, "stop": 1, "save": 1, "counted": 1, "copy": 0}
     stop.asked = False
-    stats.begin(1, save=False)
+    stats.begin(1)
     assert own(stats) == dict.fromkeys(STATS, 0.0)
-    stats.begin(1, save=False)
-    stats.add(0, figure(2.0, 8))
+    stats.begin(1)
+    stats.add(0, loss_of(2.0, 8))
     assert own(stats) == {"loss": 16, "count": 8, "stop": 0, "save": 0, "counted": 0, "copy": 0}
 
 
 def test_the_first_of_several_counts_may_be_a_number_and_the_next_a_tensor() -> None:
     stats = of_rank()
-    stats.begin(2, save=False)
-    stats.add(0, figure(2.0, 8, count=3))
-    stats.add(1, figure(1.0, 8, count=torch.tensor(4, dtype=torch.bfloat16)))
+    stats.begin(2)
+    stats.add(0, loss_of(2.0, 8, count=3))
+    stats.add(1, loss_of(1.0, 8, count=torch.tensor(4, dtype=torch.bfloat16)))
     assert own(stats)["count"] == 7 and own(stats)["loss"] == 3
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 0, 1)])
 def test_parts_are_added_in_the_order_of_the_micro_batches(order: tuple[int, ...]) -> None:
     values = [1e8, 1.0, -1e8]
-    stats = of_rank(is_ordered=True)
-    stats.begin(3, save=True)
+    stats = of_rank(is_ordered=True, save=lambda: True)
+    stats.begin(3)
     for number in order:
-        stats.add(number, figure(values[number], 1))
+        stats.add(number, loss_of(values[number], 1))
     read = dict(zip(STATS, stats.summed(stats.tensor()).tolist(), strict=True))
     total = torch.tensor(values).sum().item()
     assert read == {"loss": total, "count": 3, "stop": 0, "save": 1, "counted": 0, "copy": 0}
@@ -85,8 +86,8 @@ def test_parts_are_added_in_the_order_of_the_micro_batches(order: tuple[int, ...
 
 def test_a_repeated_micro_batch_says_only_whether_its_loss_counts() -> None:
     stats = of_rank()
-    stats.begin(2, save=False)
-    stats.add(1, figure(2.0, 8, count=3), is_repeated=True)
+    stats.begin(2)
+    stats.add(1, loss_of(2.0, 8, count=3), is_repeated=True)
     assert own(stats) == {"loss": 0, "count": 0, "stop": 0, "save": 0, "counted": 1, "copy": 0}
 
 
@@ -95,8 +96,8 @@ def test_a_repeated_micro_batch_says_only_whether_its_loss_counts() -> None:
 )
 def test_gradients_are_scaled_by_what_was_counted(leaves_out: bool, count: int | None, scale: float | None) -> None:
     stats = of_rank(leaves_out=leaves_out)
-    stats.begin(1, save=False)
-    stats.add(0, figure(1.0, 8, count))
+    stats.begin(1)
+    stats.add(0, loss_of(1.0, 8, count))
     factor = stats.scale(stats.summed(stats.tensor()), 16)
     assert (None if factor is None else factor.item()) == scale
 
