@@ -24,7 +24,7 @@ pytestmark = [pytest.mark.minutes, pytest.mark.skipif(bool(standin.lacks()), rea
 
 BATCH, SIZE = 16, 96
 PICTURES = BATCH * 3 * SIZE * SIZE * 4
-"""Bytes of a micro batch: more than 1 MiB, so that a stream of its own copies it."""
+"""Bytes of a micro batch."""
 EVERYTHING: list[Any] = [
     "--device", "cuda", "--precision", "fp16", "--batch_size", 2 * BATCH, "--micro_batch_size", BATCH,
     "--clip_grad_norm", 1, "--ema.decay", 0.9, "--data.workers", 2, "--task.size", SIZE, "--task.count", 256,

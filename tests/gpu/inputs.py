@@ -1,74 +1,23 @@
-"""Batches on their way to the device: copied whole while it computes; and the advice of a run that waits for them."""
+"""Batches on their way to the device: the advice of a run that waits for them."""
 
 from __future__ import annotations
 
-import collections
 import json
 from collections.abc import Iterator
 
 import torch
-from torch import Tensor
 
-from tests.gpu.harness import FAILED, OK, UNCHECKED, Case, Row, Scale, mebibytes, new_run, train_here
-from train.data.to_device import AsyncCopies, prepared
+from tests.gpu.harness import FAILED, OK, UNCHECKED, Case, Row, Scale, new_run, train_here
 
-_COPIED = "batches copied while the device computes"
 _SLOWER, _HIDDEN = "a loader slower than the device", "batches fetched while the device computes"
-_SIZE, _BATCHES, _READY = 32 << 20, 24, 4
-"""Bytes of a batch, how many there are, and how many steps find memory before time is taken."""
 _CYCLES = 100_000_000
 """To see how many of its cycles the device makes in a second."""
-_LEAST_HIDDEN = 0.7
-"""Of what copies take, which must not take time of their own."""
 
 
 def part(scale: Scale) -> Iterator[Case]:
-    """Large batches copied; a loader slower than the device; one for which the host waits while the device computes."""
-    yield Case(_COPIED, _copied, (scale,))
+    """A loader slower than the device; one for which the host waits while the device computes."""
     yield Case(_SLOWER, _slower, (scale,))
     yield Case(_HIDDEN, _hidden, (scale,))
-
-
-def _copied(scale: Scale) -> Row:
-    """Steps that take twice as long as the copy of their batch, with copies in turn and beside."""
-    if not scale.is_gpu:
-        return Row(_COPIED, "a CPU copies nothing to itself", UNCHECKED)
-    copying = _seconds_of_a_copy(scale)
-    cycles = int(2 * copying * _cycles_a_second())
-    alone, _ = _steps(scale, cycles, None)
-    beside, sums = _steps(scale, cycles, AsyncCopies(scale.place))
-    wrong = [number for number, found in enumerate(sums) if found != number * _SIZE]
-    if wrong:
-        return Row(_COPIED, f"of {_BATCHES}, these had another's content: {wrong}", FAILED, "each its own")
-    hidden = (alone - beside) / copying
-    found = f"{hidden:.0%} of the {1000 * copying:.1f} ms that {mebibytes(_SIZE)} take, and each has its own content"
-    figures = {"copy_s": copying, "step_s": beside, "step_in_turn_s": alone, "hidden": hidden}
-    return Row(_COPIED, found, OK if hidden >= _LEAST_HIDDEN else FAILED, f"{_LEAST_HIDDEN:.0%}", figures)
-
-
-def _steps(scale: Scale, cycles: int, copies: AsyncCopies | None) -> tuple[float, list[float]]:
-    """Seconds a step, and what each found its batch to add up to. The host is a step ahead, as it is in a run."""
-    batches = [torch.full((_SIZE,), number, dtype=torch.uint8).pin_memory() for number in range(_BATCHES)]
-    sums, ends, marks = list[Tensor](), collections.deque[torch.cuda.Event](), list[torch.cuda.Event]()
-    for number in range(_BATCHES):
-        batch = prepared(
-            batches[number],
-            0,
-            device=scale.place,
-            dtype=None,
-            channels_last=False,
-            on_device=None,
-            own=(),
-            copies=copies,
-        )
-        torch.cuda._sleep(cycles)
-        sums.append(batch.sum(dtype=torch.float64))
-        del batch
-        marks.append(_mark())
-        ends.append(marks[-1])
-        if len(ends) > 1:
-            ends.popleft().synchronize()
-    return _seconds(marks[_READY], marks[-1]) / (_BATCHES - 1 - _READY), [one.item() for one in sums]
 
 
 def _mark() -> torch.cuda.Event:
@@ -80,16 +29,6 @@ def _mark() -> torch.cuda.Event:
 def _seconds(begun: torch.cuda.Event, ended: torch.cuda.Event) -> float:
     ended.synchronize()
     return begun.elapsed_time(ended) / 1e3
-
-
-def _seconds_of_a_copy(scale: Scale) -> float:
-    here = torch.ones(_SIZE, dtype=torch.uint8).pin_memory()
-    there = torch.empty_like(here, device=scale.device)
-    there.copy_(here, non_blocking=True)
-    begun = _mark()
-    for _ in range(8):
-        there.copy_(here, non_blocking=True)
-    return _seconds(begun, _mark()) / 8
 
 
 def _cycles_a_second() -> float:

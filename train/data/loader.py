@@ -35,7 +35,7 @@ from .hand_over import (
 )
 from .plan import MicroBatch
 from .seeding import owned
-from .to_device import AsyncCopies, OnDevice, pinned, prepared
+from .to_device import OnDevice, pinned, prepared
 
 _DYING = 1.0
 """Seconds to wait for the exit of a worker whose connection is gone."""
@@ -114,10 +114,8 @@ class Loader:
         self._pin_for = torch.device("cpu") if keeps else device  # what is kept there is not pinned
         self._skipped = skipped
         own = owned(on_device, made_by) if on_device is not None else []
-        copies = AsyncCopies(device) if device.type == "cuda" else None
         self._prepared = functools.partial(
             prepared, device=device, dtype=dtype, channels_last=channels_last, on_device=on_device, own=own,
-            copies=copies,
         )  # fmt: skip
         if workers:
             _check_files()

@@ -1,4 +1,4 @@
-"""Batches on their way to the device: tensors are pinned, copied ahead and converted, however a task nests them.
+"""Batches on their way to the device: tensors are pinned, copied and converted, however a task nests them.
 
 We do not use DataLoader's thread for pinning: it starts together with the workers, before this process has chosen its
 device, and would open the first GPU on every rank.
@@ -6,7 +6,6 @@ device, and would open the first GPU on every rank.
 
 from __future__ import annotations
 
-import collections
 import copy
 import queue
 import threading
@@ -15,7 +14,6 @@ from typing import Any, TypeVar
 
 import numpy as np
 import torch
-from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
 from .seeding import Seed, seed_compute
@@ -23,9 +21,6 @@ from .seeding import Seed, seed_compute
 T = TypeVar("T")
 OnDevice = Callable[[Any], Any]
 """A task's `on_device`: turns a fetched batch, which is on the device, into what loss and metrics get."""
-ASYNC_BYTES = 1 << 20
-"""Minimum bytes of a tensor that is copied ahead: a smaller copy takes the device less than this takes the host (20
-us)."""
 _AHEAD = 3
 """Maximum number of pinned batches that are not taken yet."""
 
@@ -56,22 +51,18 @@ def prepared(
     channels_last: bool,
     on_device: OnDevice | None,
     own: Sequence[Seed] = (),
-    copies: AsyncCopies | None = None,
 ) -> Any:
     """Prepare a fetched batch for loss and metrics; see Loader.
 
     Args:
         seed: of the micro batch.
         own: generators that `on_device` can reach, see seeding.py.
-        copies: copies large tensors to a GPU; None: they are copied like the others.
     """
-    if copies is not None:
-        copies.begin()
     if on_device is not None and batch is not None:
-        batch = to_device(batch, device, copies=copies)
+        batch = to_device(batch, device)
         seed_compute(seed, device, tag="on device", own=own)
         batch = on_device(batch)
-    return to_device(batch, device, dtype=dtype, channels_last=channels_last, copies=copies)
+    return to_device(batch, device, dtype=dtype, channels_last=channels_last)
 
 
 def to_device(
@@ -80,14 +71,11 @@ def to_device(
     *,
     dtype: torch.dtype | None = None,
     channels_last: bool = False,
-    copies: AsyncCopies | None = None,
 ) -> Any:
     """Move every tensor of a batch (in lists, tuples, dicts, named tuples) to the device."""
 
     def move(value: Any) -> Any:
         if isinstance(value, torch.Tensor):
-            if copies is not None and copies.takes(value):
-                value = copies.copy(value)  # as it is; what else becomes of it is computed
             kind = dtype if dtype is not None and value.is_floating_point() else value.dtype
             if value.device == device and value.dtype == kind and not (channels_last and value.dim() == 4):
                 return value
@@ -102,52 +90,6 @@ def to_device(
         return value
 
     return mapped(batch, move)
-
-
-class AsyncCopies:
-    """Copies large tensors of a batch to a GPU while it computes the step before.
-
-    On the stream of the computation a copy waits for the step before and holds up the next one: images for a ResNet-50
-    take a hundredth of the time. On a stream of its own it begins at once. Its memory is used again only when the host
-    sees that it has been computed with: so one batch is copied ahead, the others in the computation's stream.
-    For one thread:
-
-    begin()      the next batch is there; all that computes with those before it has been asked for
-    takes(), copy()    for each of its tensors
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        """Opens no device, because data workers may not be forked yet."""
-        self._device = device
-        self._stream: torch.cuda.Stream | None = None
-        self._computing: collections.deque[torch.cuda.Event] = collections.deque()
-        """Events at the ends of the computations with batches that were copied ahead."""
-        self._is_ahead = self._has_copied = False
-
-    def begin(self) -> None:
-        if self._has_copied:
-            self._computing.append(torch.cuda.current_stream(self._device).record_event())
-        while self._computing and self._computing[0].query():
-            self._computing.popleft()
-        self._is_ahead, self._has_copied = len(self._computing) <= 1, False
-
-    def takes(self, value: Tensor) -> bool:
-        """Whether a tensor of this batch is to be copied ahead. If not, it is copied like any other."""
-        is_plain = type(value) is Tensor and value.layout == torch.strided  # others may own no memory of theirs
-        return is_plain and self._is_ahead and value.nbytes >= ASYNC_BYTES and value.device.type == "cpu"
-
-    def copy(self, value: Tensor) -> Tensor:
-        """Copy the tensor to the GPU with its type and layout, for what is computed there from now on."""
-        if self._stream is None:
-            self._stream = torch.cuda.Stream(self._device)
-        with torch.cuda.stream(self._stream):
-            copied = value.to(self._device, non_blocking=True)
-        computing = torch.cuda.current_stream(self._device)
-        computing.wait_stream(self._stream)
-        # or its memory would be a later copy's when the host lets go of it, which may be before it is computed with
-        copied.record_stream(computing)
-        self._has_copied = True
-        return copied
 
 
 def pinned(items: Iterator[Any], device: torch.device, has_workers: bool) -> Iterator[Any]:

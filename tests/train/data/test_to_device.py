@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
 from tests.waiting import eventually
-from train.data.to_device import ASYNC_BYTES, AsyncCopies, ahead, pinned
+from train.data.to_device import ahead, pinned
 
 
 def test_the_order_is_kept_and_the_thread_begins_before_it() -> None:
@@ -69,17 +69,6 @@ def test_what_is_on_a_gpu_already_is_not_pinned() -> None:
 def test_on_the_cpu_nothing_is_done() -> None:
     items = iter([1, 2])
     assert pinned(items, torch.device("cpu"), has_workers=True) is items
-
-
-class Odd(torch.Tensor):
-    """Some library's kind of tensor."""
-
-
-def test_large_plain_tensors_of_the_host_alone_are_copied_ahead() -> None:
-    large, copies = torch.zeros(ASYNC_BYTES, dtype=torch.uint8), AsyncCopies(torch.device("cuda"))
-    others = [large[1:], large.as_subclass(Odd), large.to("meta"), torch.zeros(1 << 11, 1 << 11).to_sparse()]
-    copies.begin()
-    assert copies.takes(large) and not any(copies.takes(other) for other in others)
 
 
 class Pair(NamedTuple):
