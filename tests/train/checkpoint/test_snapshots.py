@@ -20,7 +20,7 @@ from train.checkpoint.buffers import SnapshotMemory
 from train.launcher import checks
 from train.launcher.request import Request
 from train.run import folders, run_folder
-from train.run.spec import read_spec
+from train.run.spec import Spec, read_spec
 from train.signals import StopRequest
 from train.supervise.attempts import Supervisor
 from train.supervise.decide import LaunchMode
@@ -54,12 +54,12 @@ class Keeping(TaskRanks):
         self.memory = self.memory or SnapshotMemory()
         self.times, self._between = times, lambda: between(run)
 
-    def start(self, attempt: int) -> None:
+    def start(self, spec: Spec, attempt: int) -> None:
         if attempt > 1:
             self._between()
         if attempt > self.times:
             self.environ["TRAIN_FAULT"] = ""
-        super().start(attempt)
+        super().start(spec, attempt)
 
 
 class Kept:

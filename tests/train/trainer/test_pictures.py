@@ -32,7 +32,7 @@ def test_a_run_leaves_them_where_they_are_looked_for(engine: Any, tmp_path: Path
     run = engine.station.run(name)
     pictures = [f"{one}-step-0000000{step}.png" for one in ("curve", "noise") for step in (2, 3)]
     assert sorted(path.name for path in run.images.iterdir()) == pictures
-    shown, page = EventAccumulator(str(run.folder / "tensorboard")).Reload(), report.html(run)
+    shown, page = EventAccumulator(str(run.folder / "tensorboard")).Reload(), report.html(run, run.read_effective())
     for one in ("curve", "noise"):
         events = shown.Images(f"images/{one}")
         assert [event.step for event in events] == [2, 3]
