@@ -25,7 +25,7 @@ def spec_with(**values: Any) -> spec.Spec:
 
 
 def made(tmp_path: Path, **values: Any) -> Run:
-    return folders.create(tmp_path, "a", {}, {"world_size": 1, **values})
+    return folders.create(tmp_path, "a", files={}, record={"world_size": 1, **values})
 
 
 @pytest.mark.parametrize(
