@@ -78,7 +78,7 @@ def test_another_program_needs_one_class(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(spec, "program_of", lambda record: "sweep" if "sweep" in record else spec.TASK)
     run = made(tmp_path, sweep="sweep.toml")
     run.begin_attempt(1, programs.of_record(run.read()).first_step(0))
-    run.end_attempt("stopped", "stopped (train stop)", states.STOPPED, stopped_by="user")
+    run.end_attempt("stopped", "stopped (train stop)", state=states.STOPPED, stopped_by="user")
     record = run.read()
     shown = listing.story(run, record, spec.spec_of(record, {}))
     assert "  sweep        sweep.toml\n" in shown and "steps redone -" in shown
