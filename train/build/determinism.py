@@ -42,7 +42,7 @@ def lay_out(model: nn.Module, config: Config) -> nn.Module:
 
 
 def refusal(error: BaseException) -> str:
-    """The message for an operation that torch refuses because it is not deterministic; '' for all other errors."""
+    """Return the message for an operation that torch refuses because it is not deterministic; '' for others."""
     found = _NONE.search(str(error)) if isinstance(error, RuntimeError) else None
     if found is None:
         return ""

@@ -69,12 +69,12 @@ def task_of(run: Run, spec: Spec) -> Task:
 
 
 def config_of(run: Run, task: Task) -> Config:
-    """The resolved configuration in the run folder."""
+    """Return the resolved configuration in the run folder."""
     return configuration.from_toml(run.folder / "config.toml", task.Settings)
 
 
 def make_datasets(task: Task, config: Config) -> tuple[Any, dict[str, Any]]:
-    """The training set and the evaluation sets by name. Seeded, so that a random split is the same everywhere.
+    """Return the training set and the evaluation sets by name. Seeded, so that a random split is the same everywhere.
 
     A single set without a name has the name ''.
 
@@ -121,7 +121,7 @@ def _check_set(task: Task, config: Config, part: str, dataset: Any) -> None:
 
 
 def _named(task: Task, made: Any) -> dict[str, Any]:
-    """The evaluation sets by name, from what datasets() returns as its second value."""
+    """Return the evaluation sets by name, from what datasets() returns as its second value."""
     if not isinstance(made, dict):
         return {} if made is None else {"": made}
     if not made:
@@ -149,7 +149,7 @@ def _instead_of(dataset: Any) -> str:
 
 
 def fingerprint(task: Task, config: Config, *, train_set: Any, eval_sets: Mapping[str, Any]) -> dict[str, Any]:
-    """The fingerprint of a run's data: the task's own, or one of its datasets.
+    """Return the fingerprint of a run's data: the task's own, or one of its datasets.
 
     Raises:
         Refused: the task's own fingerprint() fails, or returns what JSON cannot hold.
@@ -385,7 +385,7 @@ def evaluation_plans(config: Config, eval_sets: Mapping[str, Any]) -> dict[str, 
 
 
 def total_steps(config: Config, plan: Plan) -> int:
-    """Number of steps of the whole run."""
+    """Return the number of steps of the whole run."""
     if config.steps is not None:
         return config.steps
     assert config.epochs is not None

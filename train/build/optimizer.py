@@ -24,7 +24,7 @@ _NOT_TAKEN = {"params", "lr", "weight_decay", "differentiable"}
 
 
 def make_optimizer(task: Task, model: nn.Module, config: Config) -> torch.optim.Optimizer:
-    """The task's own optimizer, or the one that config.optim describes."""
+    """Return the task's own optimizer, or the one that config.optim describes."""
     if task.optimizer is not None:
         optimizer = call(task, "optimizer()", task.optimizer, model, config)
         if not isinstance(optimizer, torch.optim.Optimizer):
@@ -38,7 +38,7 @@ def make_optimizer(task: Task, model: nn.Module, config: Config) -> torch.optim.
 
 
 def _described(task: Task, model: nn.Module, config: Config) -> torch.optim.Optimizer:
-    """The optimizer of config.optim."""
+    """Return the optimizer of config.optim."""
     optim = config.optim
     kind = next(one for name, one in vars(torch.optim).items() if isinstance(one, type) and name.lower() == optim.name)
     known = {name: one.default for name, one in inspect.signature(kind).parameters.items()}
@@ -135,8 +135,8 @@ def has_modes(optimizer: torch.optim.Optimizer) -> bool:
 
 @contextlib.contextmanager
 def evaluated_weights(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Context manager in which the model has the weights that an optimizer with train() and eval() evaluates. The
-    training weights are copied and restored: switching back and forth changes bits, and a resume does not repeat
+    """Context manager that swaps in the weights to evaluate, if an optimizer has train() and eval(), and restores the
+    training weights on exit. They are copied: switching back and forth changes bits, and a resume does not repeat
     evaluations.
     """
     if not has_modes(optimizer):

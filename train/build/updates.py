@@ -166,8 +166,7 @@ def read_updates(task: Task, model: nn.Module, config: Config) -> list[Update]:
 
 
 def losses_kept(updates: list[Update], device: torch.device) -> dict[str, torch.Tensor]:
-    """Return a place in the state for the last loss of each update that leaves out steps, because later lines repeat
-    it."""
+    """Return tensors of the state for the last loss of each update that leaves out steps. Later lines repeat it."""
     return {
         update.name: torch.zeros(len(STEP_STATS), dtype=update.strategy.stats_dtype, device=device)
         for update in updates

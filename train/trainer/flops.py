@@ -30,7 +30,7 @@ def peak(name: str, precision: str) -> float:
 
 
 def flops_of(config: Config, world: World) -> Flops | None:
-    """Return the FLOP counter of rank 0; None where a count would mean nothing: compiled, with recompute, on unknown
+    """Return the FLOP counter of rank 0; None if a count would mean nothing: compiled, with recompute, on unknown
     GPUs."""
     counts_all = world.device.type == "cuda" and not config.compile and not config.parallel.recompute
     if not (config.log.mfu and world.is_first and counts_all):

@@ -19,8 +19,8 @@ from ..parallel.torch_private import Norm, buffers_of
 from ..parallel.world import World
 
 STEPS = 2
-"""Number of steps of an attempt that are checked. One is too few: a teacher that starts as its student does not move in
-it."""
+"""Number of steps of an attempt that are checked. One is too few: a teacher that starts equal to its student does not
+change in the first step."""
 _LATE = (
     "warning: the model or the loss has made a random generator in the first step, which nothing "
     "seeds, so a resume repeats its numbers; make it in model(), or at the top of the file"
@@ -93,7 +93,7 @@ class ModelCheck:
         return found
 
     def written_buffer(self) -> str:
-        """Return why a buffer would differ on other numbers of ranks, once; '' where none would, or it was said.
+        """Return why a buffer would differ on other numbers of ranks, once; '' if none would or it is reported already.
 
         After the forwards of a step. A collective, in a model with such buffers.
         """

@@ -41,7 +41,8 @@ def step(job: Job, number: int, prefetch: Prefetch, stats_of: dict[str, StepStat
     updates = [update for update in job.updates if update.is_due(number)]
     fetched = _fetch(job, number, prefetch)
     batches = list(fetched) if len(updates) > 1 else fetched  # several updates need them all, one takes one at a time
-    result, norms = StepResult({}, {}, []), list[Tensor]()
+    norms: list[Tensor] = []
+    result = StepResult({}, {}, [])
     for update in updates:
         strategy, stats = update.strategy, stats_of[update.name]
         update.activate()  # only its own parameters require gradients

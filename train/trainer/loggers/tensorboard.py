@@ -18,7 +18,7 @@ _TAGS = {key: f"train/{key}" for key in Training.__annotations__ if key not in (
 
 
 class TensorBoard:
-    """Writes events. Where it cannot write, it warns and gives up; the run continues."""
+    """Writes events. If the disk refuses them, it warns and stops writing; the run continues."""
 
     def __init__(
         self, folder: Path, recent: Sequence[Line], done: int, say: Callable[[str], None], settings: Mapping[str, Any]

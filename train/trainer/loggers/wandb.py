@@ -86,7 +86,7 @@ class _Sent:
             durable.write_atomically(self._path, text, durable=False)
 
     def new(self, lines: Iterable[metrics.Line]) -> list[tuple[int, dict[str, Any]]]:
-        """The lines among these that have not been sent: the step, and figures by name."""
+        """Return the lines among these that have not been sent: the step, and figures by name."""
         found: list[tuple[int, dict[str, Any]]] = []
         for line in lines:
             if metrics.is_evaluation(line):
