@@ -41,7 +41,7 @@ class Extra:
         if self.averages:
             found[AVERAGES] = self.averages
         if self.objects:
-            found[OBJECTS] = _apart({name: one.state_dict() for name, one in self.objects.items()})
+            found[OBJECTS] = _apart({name: stateful.state_dict() for name, stateful in self.objects.items()})
         if self.losses:
             found[LOSSES] = self.losses
         return found
@@ -59,8 +59,8 @@ class Extra:
         if self.objects:
             held = state[OBJECTS]
             states = _unpacked(held, device) if isinstance(held, bytes) else _together(held[0], held[1], device)
-            for name, one in self.objects.items():
-                one.load_state_dict(states[name])
+            for name, stateful in self.objects.items():
+                stateful.load_state_dict(states[name])
 
     @contextlib.contextmanager
     def unchanged(self, device: torch.device) -> Iterator[None]:
@@ -80,8 +80,8 @@ class Extra:
         Raises:
             Refused: one of them cannot be.
         """
-        for name, one in self.objects.items():
-            alone = Extra(objects={name: one})
+        for name, stateful in self.objects.items():
+            alone = Extra(objects={name: stateful})
             try:
                 alone.load(packed(alone.state()), device)
             except Exception as error:
@@ -92,7 +92,7 @@ class Extra:
 
     def digests(self) -> dict[str, str]:
         """Return a digest of each object's state, which must be the same on all ranks."""
-        texts = {name: repr(mapped(one.state_dict(), _comparable)) for name, one in self.objects.items()}
+        texts = {name: repr(mapped(stateful.state_dict(), _comparable)) for name, stateful in self.objects.items()}
         return {name: hashlib.sha256(text.encode()).hexdigest() for name, text in texts.items()}
 
 
@@ -112,7 +112,7 @@ def _apart(state: Any) -> list[Any]:
     tensors: list[Tensor] = []
     places: dict[int, _Place] = {}
 
-    def place(value: Any) -> Any:
+    def take_out(value: Any) -> Any:
         if type(value) not in (Tensor, nn.Parameter) or value.layout != torch.strided:
             return value
         if id(value) not in places:
@@ -121,7 +121,7 @@ def _apart(state: Any) -> list[Any]:
             tensors.append(value.detach().resolve_conj().resolve_neg())
         return places[id(value)]
 
-    rest = mapped(state, place)
+    rest = mapped(state, take_out)
     return [tensors, pickle.dumps(rest)]
 
 
@@ -168,10 +168,10 @@ def packed(state: dict[str, Any]) -> dict[str, Any]:
 def _unpacked(value: bytes, device: torch.device) -> Any:
     """Return the objects' states from a checkpoint. An earlier release saved tensors that were on a GPU as such."""
 
-    def place(storage: Any, saved_on: str) -> Any:
+    def on_saved_device(storage: Any, saved_on: str) -> Any:
         return storage if saved_on == "cpu" else storage.to(device=device)
 
-    held = torch.load(io.BytesIO(value), weights_only=True, map_location=place)
+    held = torch.load(io.BytesIO(value), weights_only=True, map_location=on_saved_device)
     if not isinstance(held, tuple):
         return held
     state, on_gpu = held

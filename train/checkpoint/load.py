@@ -175,8 +175,8 @@ def _make_places(
     used = set()
     for key, path in written:
         if path[:2] == ("optim", "param_groups"):
-            place = own.get(path[3])
-            groups.setdefault(path[2], {})[path[3]] = place.clone() if isinstance(place, Tensor) else place
+            value = own.get(path[3])
+            groups.setdefault(path[2], {})[path[3]] = value.clone() if isinstance(value, Tensor) else value
         if path[:2] != ("optim", "state"):
             continue
         used.add(path[2])

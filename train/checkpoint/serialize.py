@@ -205,14 +205,14 @@ class Content:
             mesh: of the ranks, if each has a part of the state.
         """
 
-        def held(one: Any) -> Any:
-            if isinstance(one, ShardRef):
+        def held(ref: Any) -> Any:
+            if isinstance(ref, ShardRef):
                 assert mesh is not None
-                mine = self.tensor(one.local).to(mesh.device_type)
+                mine = self.tensor(ref.local).to(mesh.device_type)
                 return DTensor.from_local(
-                    mine, mesh, one.placements, run_check=False, shape=one.shape, stride=one.stride
+                    mine, mesh, ref.placements, run_check=False, shape=ref.shape, stride=ref.stride
                 )
-            return self.tensor(one) if isinstance(one, TensorRef) else one
+            return self.tensor(ref) if isinstance(ref, TensorRef) else ref
 
         return mapped(value, held)
 
@@ -236,7 +236,7 @@ def read(parts: Sequence[Buffers], step: int) -> Content:
 
 def apply(content: Content, state: TrainState) -> None:
     """Load a snapshot into a model, its fresh optimizer and the rest of the state."""
-    mesh = next((one.device_mesh for one in state.module.parameters() if isinstance(one, DTensor)), None)
+    mesh = next((p.device_mesh for p in state.module.parameters() if isinstance(p, DTensor)), None)
     _load(content.state, lambda part: content.walk(part, mesh), state)
 
 
@@ -276,7 +276,7 @@ def broadcast_state(world: World, state: TrainState) -> None:
         _find_places(held["model"], state.module.state_dict(keep_vars=True), places)
         _find_places(held["extra"], state.extra.state(), places)
 
-    def place(ref: Any) -> Any:
+    def tensor_for(ref: Any) -> Any:
         if not isinstance(ref, TensorRef):
             return ref
         if ref.size and ref.at in places:
@@ -285,7 +285,7 @@ def broadcast_state(world: World, state: TrainState) -> None:
         made = torch.empty_strided(ref.shape, ref.stride, dtype=ref.dtype, device=device)
         return places.setdefault(ref.at, made) if ref.size else made
 
-    tree = held if own is not None else mapped(held, place)
+    tree = held if own is not None else mapped(held, tensor_for)
     for at in kinds:
         tensor = places[at]
         flat = _bytes_of(tensor)

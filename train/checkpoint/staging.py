@@ -43,11 +43,11 @@ def own_part(state: dict[str, Any], rank: int, size: int) -> dict[str, Any]:
     keeps: dict[Path, bool] = {}
     tensors = list(_tensors(state))
     for path, tensor in sorted(tensors, key=lambda found: (-local(found[1]).nbytes, found[0])):
-        place, copies = _copy_of(tensor, rank, size)
+        number, copies = _copy_of(tensor, rank, size)
         load = loads.setdefault(copies, [0] * copies)
         owner = load.index(min(load))
         load[owner] += local(tensor).nbytes
-        keeps[path] = owner == place
+        keeps[path] = owner == number
 
     def part(value: Any, path: Path) -> Any:
         if isinstance(value, dict):
@@ -74,13 +74,13 @@ def _copy_of(tensor: Tensor, rank: int, size: int) -> tuple[int, int]:
     """Return the number of this rank's copy, and the number of equal copies."""
     if not isinstance(tensor, DTensor):
         return rank, size
-    mesh, place, copies = tensor.device_mesh, 0, 1
+    mesh, number, copies = tensor.device_mesh, 0, 1
     coordinate = mesh.get_coordinate() or [0] * mesh.ndim
     for dimension, placement in enumerate(tensor.placements):
         if isinstance(placement, Replicate):
-            place = place * mesh.size(dimension) + coordinate[dimension]
+            number = number * mesh.size(dimension) + coordinate[dimension]
             copies *= mesh.size(dimension)
-    return place, copies
+    return number, copies
 
 
 class PinnedMemory:

@@ -53,7 +53,7 @@ class FieldInfo:
 def _texts() -> dict[tuple[str, str], str]:
     """Map (class, field) to the docstring. Read only for help; pydantic would read it in every process of a run."""
     found = {}
-    classes = [one for one in ast.parse(inspect.getsource(schema)).body if isinstance(one, ast.ClassDef)]
+    classes = [node for node in ast.parse(inspect.getsource(schema)).body if isinstance(node, ast.ClassDef)]
     for owner in classes:
         for field, text in itertools.pairwise(owner.body):
             match field, text:
@@ -238,8 +238,8 @@ def to_toml(config: Config) -> str:
 
     tree = copy.deepcopy(dataclasses.asdict(config))
     tree["task"] = tree["task"] or {}
-    own = dataclasses.fields(config.task) if config.task is not None else ()
-    none = [f"task.{one.name}" for one in own if tree["task"][one.name] is None and one.default is not None]
+    settings = dataclasses.fields(config.task) if config.task is not None else ()
+    none = [f"task.{own.name}" for own in settings if tree["task"][own.name] is None and own.default is not None]
     if none:
         tree = {NONE: none} | tree
 

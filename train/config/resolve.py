@@ -186,7 +186,7 @@ def _checked(owner: Any, tree: dict[str, Any], source: str, prefix: str = "", pa
         text = json.dumps(tree, default=lambda value: f"{value} (a {type(value).__name__})")
         return TypeAdapter(owner).validate_json(text, strict=True)
     except pydantic.ValidationError as error:
-        errors = [one for one in error.errors() if not (partial and one["type"] == "missing")]
+        errors = [each for each in error.errors() if not (partial and each["type"] == "missing")]
         if not errors:
             return None
         first = errors[0]

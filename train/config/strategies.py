@@ -62,20 +62,20 @@ def of(name: object, ranks: int | None = None) -> StrategyInfo:
     """
     if ranks == 1:
         return _ALONE
-    return next((one for one in STRATEGIES if one.name == name), _AUTO_OF_SEVERAL)
+    return next((strategy for strategy in STRATEGIES if strategy.name == name), _AUTO_OF_SEVERAL)
 
 
 def names() -> tuple[str, ...]:
     """Return the values of `parallel.strategy`."""
-    return (AUTO, *(one.name for one in STRATEGIES))
+    return (AUTO, *(strategy.name for strategy in STRATEGIES))
 
 
 def of_several() -> list[str]:
     """Return the names of the strategies for several ranks."""
-    return [one.name for one in STRATEGIES if not one.is_for_one_rank]
+    return [strategy.name for strategy in STRATEGIES if not strategy.is_for_one_rank]
 
 
 def with_field(field: str) -> tuple[str, ...]:
     """Return the values of `parallel.strategy` with which a field of `parallel` has an effect, `auto` last."""
-    found = tuple(one.name for one in STRATEGIES if field in one.fields)
+    found = tuple(strategy.name for strategy in STRATEGIES if field in strategy.fields)
     return (*found, AUTO) if of(AUTO).name in found else found

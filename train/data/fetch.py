@@ -184,8 +184,8 @@ class Items:
             found = shape_error(join, items)
             if found is None:
                 raise
-            place, problem = found
-            return None, [_bad(self.dataset, int(micro.indices[place]), self.name, problem)]
+            position, problem = found
+            return None, [_bad(self.dataset, int(micro.indices[position]), self.name, problem)]
 
     def _at_once(self, many: Callable[[list[int]], Any], micro: MicroBatch) -> tuple[Any, list[BadSample]]:
         indices = micro.indices.tolist()
@@ -253,14 +253,14 @@ def shape_error(join: Callable[[list[Any]], Any], items: Sequence[Any]) -> tuple
         return None
     if not is_alone:
         words, errors = "cannot be put into one batch with the others", [paired(item) for item in items]
-    places = [place for place, error in enumerate(errors) if error is not None]
-    if not places:
+    positions = [position for position, error in enumerate(errors) if error is not None]
+    if not positions:
         return None
     error = next(error for error in errors if error is not None)
     made = ValueError(f"{words}: {type(error).__name__}: {error}").with_traceback(error.__traceback__)
     made.__cause__ = error
-    nothing_goes_with_the_first = not is_alone and len(places) == len(items) - 1 > 1
-    return (0 if nothing_goes_with_the_first else places[0]), made
+    nothing_goes_with_the_first = not is_alone and len(positions) == len(items) - 1 > 1
+    return (0 if nothing_goes_with_the_first else positions[0]), made
 
 
 def _in_memory(dataset: Any) -> tuple[tuple[Tensor, ...], Tensor | None]:

@@ -144,8 +144,8 @@ def micro_batches_of(plan: Plan, sharing: Sharing, *, first: int, last: int) -> 
     chunk_key, chunk = (-1, -1), np.empty(0, dtype=np.int64)
     size = max(_CHUNK // plan.batch_size, 1) * plan.batch_size
     for step in range(first, last):
-        epoch, place = divmod(step, plan.steps_per_epoch)
-        start = place * plan.batch_size
+        epoch, number_in_epoch = divmod(step, plan.steps_per_epoch)
+        start = number_in_epoch * plan.batch_size
         stop = min(start + plan.batch_size, plan.length)
         if chunk_key != (epoch, start // size):
             chunk_key = (epoch, start // size)

@@ -90,17 +90,17 @@ def _looked_at(
     first = items.gather(micro)
     if first[1] or time.monotonic() - begun > _SLOW:
         return ""
-    place, problem = difference(first[0], items.gather(micro)[0]), search(dataset, collate, made_by)[1]
-    if place is None:
+    differs_at, problem = difference(first[0], items.gather(micro)[0]), search(dataset, collate, made_by)[1]
+    if differs_at is None:
         return problem
     where = f"the first samples of the {name} set differ"
     for index, *pair in zip(micro.indices.tolist(), items.items(micro)[0], items.items(micro)[0], strict=False):
-        found = difference(*pair)
-        if found is not None:
-            where, place = f"sample {index} of the {name} set differs", found
+        difference_at = difference(*pair)
+        if difference_at is not None:
+            where, differs_at = f"sample {index} of the {name} set differs", difference_at
             break
     return (
-        f"{where}{f' in {place}' if place else ''} when fetched twice under one seed, so a resume, or "
+        f"{where}{f' in {differs_at}' if differs_at else ''} when fetched twice under one seed, so a resume, or "
         f"other numbers of workers and ranks, give other results; {problem or _REMEDY}"
     )
 

@@ -153,25 +153,25 @@ def _index_of(files: list[Path]) -> _Index:
     facts = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files]
     about = json.dumps({"format": _FORMAT, "shards": facts})
     folder, names = files[0].parent, "/".join(path.name for path in files)
-    places = [folder / INDEX.format(sha256_of(names)[:8])]
+    candidates = [folder / INDEX.format(sha256_of(names)[:8])]
     with contextlib.suppress(OSError):
-        places.append(state_folder() / "shards" / f"{sha256_of(f'{folder}/{names}')[:32]}.npz")
-    for place in places:
+        candidates.append(state_folder() / "shards" / f"{sha256_of(f'{folder}/{names}')[:32]}.npz")
+    for file in candidates:
         # none, or a damaged one
-        with contextlib.suppress(OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile), np.load(place) as kept:
+        with contextlib.suppress(OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile), np.load(file) as kept:
             if str(kept["about"]) == about:
                 return _Index(*(kept[field.name] for field in dataclasses.fields(_Index)))
     print(f"{folder}: indexing {len(files)} tar file{'s' if len(files) > 1 else ''}, once", file=sys.stderr, flush=True)
     index = _made_index(files)
     packed = io.BytesIO()
     np.savez(packed, about=about, **vars(index))
-    for place in places:
+    for file in candidates:
         with contextlib.suppress(OSError):
-            if place.parent != folder:
-                place.parent.mkdir(parents=True, exist_ok=True)
-            write_atomically(place, packed.getvalue())
+            if file.parent != folder:
+                file.parent.mkdir(parents=True, exist_ok=True)
+            write_atomically(file, packed.getvalue())
             return index
-    print(f"{places[0]} cannot be written, so the index is made again at every start", file=sys.stderr, flush=True)
+    print(f"{candidates[0]} cannot be written, so the index is made again at every start", file=sys.stderr, flush=True)
     return index
 
 

@@ -68,12 +68,12 @@ def examine_job(json_: bool, ranks: int | None, deadline: float) -> int:
     variables.check_torch(environ)
     if is_under_torchrun():
         own = read_rank_env()
-        place = JobRank(
+        job = JobRank(
             rank=own.rank, size=own.size, local_rank=own.local_rank,
             address=environ.get("MASTER_ADDR", "127.0.0.1"), port=meeting_port("29500"),
             agent_serves=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True", deadline=deadline,
         )  # fmt: skip
-        return _rank(place, json_)
+        return _rank(job, json_)
     size = ranks or torch.cuda.device_count() or 2
     with socket.socket() as one:
         one.bind(("127.0.0.1", 0))
@@ -89,40 +89,40 @@ def examine_job(json_: bool, ranks: int | None, deadline: float) -> int:
     return codes[0]
 
 
-def _rank(place: JobRank, json_: bool) -> int:
+def _rank(job: JobRank, json_: bool) -> int:
     os.environ.setdefault("TORCH_NCCL_BLOCKING_WAIT", "1")  # a hanging reduction must end by its deadline
     number_by_bus()
-    limit = datetime.timedelta(seconds=place.deadline)
+    limit = datetime.timedelta(seconds=job.deadline)
     try:
         server = dist.TCPStore(
-            place.address, place.port, is_master=place.rank == 0 and not place.agent_serves, wait_for_workers=False,
+            job.address, job.port, is_master=job.rank == 0 and not job.agent_serves, wait_for_workers=False,
             timeout=limit, multi_tenant=True,
         )  # fmt: skip
     except (dist.DistError, RuntimeError, OSError) as error:
-        if place.rank == 0 or not place.agent_serves:
-            where = f"{place.address}:{place.port}"
-            line = f"rank {place.rank} on {socket.gethostname()} cannot reach {where}: {one_line(error)[:200]}"
+        if job.rank == 0 or not job.agent_serves:
+            where = f"{job.address}:{job.port}"
+            line = f"rank {job.rank} on {socket.gethostname()} cannot reach {where}: {one_line(error)[:200]}"
             finding.show([problem("ranks", line, f"train doctor --rendezvous {where}")], json_)
         return finding.EXIT_PROBLEM
     store = dist.PrefixStore("train-doctor", server)
     store.set_timeout(limit)
-    store.set(f"facts/{place.rank}", json.dumps(_facts(place)))
-    if place.rank:
-        return _answer(place, store)
-    findings = list(_ask(place, store))
+    store.set(f"facts/{job.rank}", json.dumps(_facts(job)))
+    if job.rank:
+        return _answer(job, store)
+    findings = list(_ask(job, store))
     finding.show(findings, json_)
     store.set("over", "1")
-    if place.size > 1 and not place.agent_serves:
+    if job.size > 1 and not job.agent_serves:
         time.sleep(0.5)  # the store ends with this process; let the others read that the check is over
     return finding.exit_code(findings)
 
 
-def _facts(place: JobRank) -> dict[str, Any]:
+def _facts(job: JobRank) -> dict[str, Any]:
     """Return this rank's report about itself."""
-    has_gpu = torch.cuda.device_count() > place.local_rank
+    has_gpu = torch.cuda.device_count() > job.local_rank
     return {
         "host": socket.gethostname(),
-        "gpu": torch.cuda.get_device_name(place.local_rank) if has_gpu else "",
+        "gpu": torch.cuda.get_device_name(job.local_rank) if has_gpu else "",
         "torch": torch.__version__,
         "nccl": ".".join(map(str, torch.cuda.nccl.version())) if torch.cuda.is_available() else "none",
         "python": platform.python_version(),
@@ -138,43 +138,43 @@ def _of_gloo() -> tuple[str, str] | None:
     return (f"is {text}; {unusable}", variables.remedy(variables.GLOO)) if unusable else None
 
 
-def _answer(place: JobRank, store: dist.Store) -> int:
+def _answer(job: JobRank, store: dist.Store) -> int:
     """Run the checks as a rank other than 0."""
     with contextlib.suppress(dist.DistError, RuntimeError):
         backend = store.get("go").decode()
-        store.set(f"clock/{place.rank}", repr(time.time()))
+        store.set(f"clock/{job.rank}", repr(time.time()))
         if backend:
-            store.set(f"sums/{place.rank}", json.dumps(_reduce(place, store, backend)))
+            store.set(f"sums/{job.rank}", json.dumps(_reduce(job, store, backend)))
         store.get("over")
     return finding.EXIT_WELL
 
 
-def _ask(place: JobRank, store: dist.Store) -> Iterator[Finding]:
+def _ask(job: JobRank, store: dist.Store) -> Iterator[Finding]:
     """Run the checks as rank 0. Yield all findings in order."""
-    facts, missing = _collect(place, store, "facts", json.loads)
+    facts, missing = _collect(job, store, "facts", json.loads)
     if missing:
         names = ", ".join(map(str, missing))
-        seen = f"{len(facts)} of {place.size} ranks answered within {place.deadline:.0f} s; missing: rank {names}"
+        seen = f"{len(facts)} of {job.size} ranks answered within {job.deadline:.0f} s; missing: rank {names}"
         store.set("go", "")
-        yield problem("ranks", seen, f"train doctor --rendezvous {place.address}:{place.port}  # on their machines")
+        yield problem("ranks", seen, f"train doctor --rendezvous {job.address}:{job.port}  # on their machines")
         return
     hosts = sorted({fact["host"] for fact in facts.values()})
-    yield ok("ranks", f"{place.size} on {len(hosts)} machine{'s' if len(hosts) > 1 else ''}: {', '.join(hosts)}")
+    yield ok("ranks", f"{job.size} on {len(hosts)} machine{'s' if len(hosts) > 1 else ''}: {', '.join(hosts)}")
     yield from _same(facts)
     for host, wrong in {fact["host"]: fact["gloo"] for fact in facts.values() if fact["gloo"]}.items():
         yield problem(variables.GLOO, f"on {host} {wrong[0]}", wrong[1])
     backend = "nccl" if all(fact["gpu"] for fact in facts.values()) else "gloo"
     store.set("go", backend)
-    yield _clocks(place, store, facts)
-    yield from _sums(place, store, facts, backend)
+    yield _clocks(job, store, facts)
+    yield from _sums(job, store, facts, backend)
 
 
 def _collect(
-    place: JobRank, store: dist.Store, what: str, read: Callable[[bytes], Any]
+    job: JobRank, store: dist.Store, what: str, read: Callable[[bytes], Any]
 ) -> tuple[dict[int, Any], list[int]]:
     """Return the answers that arrive within the common deadline, and the ranks that did not answer."""
-    until, found, missing = time.monotonic() + place.deadline, {}, []
-    for rank in range(place.size):
+    until, found, missing = time.monotonic() + job.deadline, {}, []
+    for rank in range(job.size):
         key = f"{what}/{rank}"
         left = max(until - time.monotonic(), 0.01)  # a missing rank must not hide those that answered
         try:
@@ -200,7 +200,7 @@ def _same(facts: Facts) -> Iterator[Finding]:
         yield ok("same everywhere", ", ".join(f"{key} {facts[0][key]}" for key in _SAME))
 
 
-def _clocks(place: JobRank, store: dist.Store, facts: Facts) -> Finding:
+def _clocks(job: JobRank, store: dist.Store, facts: Facts) -> Finding:
     """Check the clocks. Each rank reads its clock between `go` and its answer; a time outside this interval is off."""
     mine = time.time()
     store.set("clock/0", repr(mine))
@@ -209,7 +209,7 @@ def _clocks(place: JobRank, store: dist.Store, facts: Facts) -> Finding:
         clock = float(answer)
         return clock - min(max(clock, mine), time.time())
 
-    skews, missing = _collect(place, store, "clock", skew)
+    skews, missing = _collect(job, store, "clock", skew)
     worst = max(skews, key=lambda rank: abs(skews[rank]))
     if missing:
         seen = f"rank {missing[0]} ({facts[missing[0]]['host']}) does not answer"
@@ -220,16 +220,16 @@ def _clocks(place: JobRank, store: dist.Store, facts: Facts) -> Finding:
     return ok("clocks", f"within {abs(skews[worst]):.2f} s")
 
 
-def _sums(place: JobRank, store: dist.Store, facts: Facts, backend: str) -> Iterator[Finding]:
+def _sums(job: JobRank, store: dist.Store, facts: Facts, backend: str) -> Iterator[Finding]:
     """Check a real all-reduce over all ranks."""
-    mine = _reduce(place, store, backend)
+    mine = _reduce(job, store, backend)
     store.set("sums/0", json.dumps(mine))
-    answers, missing = _collect(place, store, "sums", json.loads)
+    answers, missing = _collect(job, store, "sums", json.loads)
     bad = {rank: each["error"] for rank, each in answers.items() if each["error"]}
     bad.update(dict.fromkeys(missing, "did not answer"))
     if bad:
         who = "; ".join(f"rank {rank} ({facts[rank]['host']}): {error[:160]}" for rank, error in sorted(bad.items()))
-        remedy = f"train doctor --rendezvous {place.address}:{place.port}  # on each; NCCL_DEBUG=INFO shows more"
+        remedy = f"train doctor --rendezvous {job.address}:{job.port}  # on each; NCCL_DEBUG=INFO shows more"
         if (
             backend == "nccl"
             and len({fact["host"] for fact in facts.values()}) == 1
@@ -242,30 +242,30 @@ def _sums(place: JobRank, store: dist.Store, facts: Facts, backend: str) -> Iter
         return
     for size, seconds in mine["seconds"].items():
         count = int(size)
-        rate = count * 2 * (place.size - 1) / place.size / seconds if place.size > 1 else count / seconds
+        rate = count * 2 * (job.size - 1) / job.size / seconds if job.size > 1 else count / seconds
         seen = f"the right sum, {1000 * seconds:.2f} ms, {rate / 1e9:.2f} GB/s over {backend}"
         yield ok(f"all-reduce of {format.size(count)}", seen)
 
 
-def _reduce(place: JobRank, store: dist.Store, backend: str) -> dict[str, Any]:
+def _reduce(job: JobRank, store: dist.Store, backend: str) -> dict[str, Any]:
     """Sum numbers over all ranks and check the sums. Return the error ('' for none) and the seconds per size."""
     seconds: dict[str, float] = {}
     said = ""
     try:
         device = torch.device("cpu")
-        if place.address == "127.0.0.1":  # as for a run
+        if job.address == "127.0.0.1":  # as for a run
             variables.keep_gloo_at_home(os.environ)
         if backend == "nccl":
             prepare_nccl(deterministic=True)  # as in a run, which could otherwise be slower, or work where this fails
-            torch.cuda.set_device(place.local_rank)
-            device = torch.device("cuda", place.local_rank)
-        limit = datetime.timedelta(seconds=place.deadline)
+            torch.cuda.set_device(job.local_rank)
+            device = torch.device("cuda", job.local_rank)
+        limit = datetime.timedelta(seconds=job.deadline)
         group = dist.PrefixStore("group", store)
-        dist.init_process_group(backend, store=group, rank=place.rank, world_size=place.size, timeout=limit)
-        right = place.size * (place.size + 1) / 2
+        dist.init_process_group(backend, store=group, rank=job.rank, world_size=job.size, timeout=limit)
+        right = job.size * (job.size + 1) / 2
         for size in _SIZES:
             for _ in range(3):  # the first one includes connecting
-                numbers = torch.full((size // 4,), float(place.rank + 1), device=device)
+                numbers = torch.full((size // 4,), float(job.rank + 1), device=device)
                 began = time.perf_counter()
                 dist.all_reduce(numbers)
                 if backend == "nccl":
