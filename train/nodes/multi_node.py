@@ -15,7 +15,7 @@ from ..run.run_folder import Run
 from ..run.spec import Spec
 from ..supervise import decide, health
 from ..supervise.attempts import Supervisor, asked_by, pids, record_decision, record_waiting
-from ..supervise.decide import Asked, Decision, Facts, LaunchMode
+from ..supervise.decide import Decision, Facts, LaunchMode, StopCause
 from ..supervise.ranks import Ranks
 from .nodes import Nodes
 
@@ -46,7 +46,7 @@ class MultiNodeSupervisor(Supervisor):
         nodes.join(self.newest_state())
         while nodes.round is None:
             self.look_at_others()
-            self.hear()
+            self.note_stops()
             waits = nodes.waiting_for()
             decision = self._end_of_waiting(waits, time.monotonic() > until)
             if decision is not None:
@@ -108,8 +108,8 @@ class MultiNodeSupervisor(Supervisor):
         if asked is not None:
             if not (asked.now or self.leaves):
                 nodes.ask_stop(asked)
-        elif not self._regroups_for and (came := nodes.came):
-            self._regroups_for = f"{came} joins"
+        elif not self._regroups_for and (newcomers := nodes.newcomers):
+            self._regroups_for = f"{newcomers} joins"
             self.ranks.signal(signal.SIGTERM)  # they save, and end
 
     def look_at_others(self) -> None:
@@ -128,18 +128,18 @@ class MultiNodeSupervisor(Supervisor):
         if wanted is not None and not self.stop.asked:
             self.stop.ask(wanted.by, wanted.text)
 
-    def settle(self, facts: Facts) -> Decision:
+    def decide_end(self, facts: Facts) -> Decision:
         """Decide what happens to the run: node 0 decides by the facts of all nodes."""
         exits = facts.exits
         if self._is_over:  # ranks that were killed after that were killed by this node
             exits = {rank: code for rank, code in exits.items() if code != -signal.SIGKILL}
         logs = {rank: log for rank, log in facts.logs.items() if rank in exits}
         facts = dataclasses.replace(facts, exits=exits, logs=logs, regroup=self._regroups_for)
-        return self.nodes.settle(facts, self._stop_at_once)
+        return self.nodes.decide_end(facts, self._stop_at_once)
 
-    def _stop_at_once(self) -> Asked | None:
+    def _stop_at_once(self) -> StopCause | None:
         """Return a request to stop at once, if one comes while the ranks of other nodes end."""
-        self.hear()
+        self.note_stops()
         self.look_at_others()
         asked = asked_by(self.stop)
         return asked if asked is not None and asked.now else None

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..run.outcome import Kind, Outcome
-from ..supervise.decide import Asked, Decision, Facts
+from ..supervise.decide import Decision, Facts, StopCause
 from .rendezvous import Public
 
 _LAST = 4000
@@ -57,7 +57,7 @@ def merged(facts: Facts, reports: list[Public], lost: list[str]) -> Facts:
         exits |= {int(rank): code for rank, code in report["exits"].items()}
         logs |= {int(rank): text for rank, text in report["logs"].items()}
         if report["asked"] and (asked is None or facts.leaves):  # a stop of the whole run has priority
-            asked = Asked(**report["asked"])
+            asked = StopCause(**report["asked"])
 
     def first(name: str, own: Any) -> Any:
         return own or next((report[name] for report in reports if report[name]), own)

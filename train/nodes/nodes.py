@@ -26,7 +26,7 @@ from ..run.durable import write_atomically
 from ..run.record import Record
 from ..run.run_folder import Run
 from ..run.spec import Spec
-from ..supervise.decide import Asked, Decision, Facts, decide
+from ..supervise.decide import Decision, Facts, StopCause, decide
 from ..supervise.timeouts import JOINING, LINGER, SHARED_FOLDER, WAIT_MINUTES
 from . import address, node_checks
 from .address import Place
@@ -274,7 +274,7 @@ class Nodes:
         return has_joined and public.get("round") != self._current.id
 
     @property
-    def came(self) -> str:
+    def newcomers(self) -> str:
         """On node 0 of an elastic run: names of the nodes that wait to join; '' if there are none."""
         if not (self.settings.is_elastic and self._rendezvous.waiting) or self.round is None:
             return ""
@@ -286,19 +286,19 @@ class Nodes:
     # --- a stop
 
     @property
-    def stop(self) -> Asked | None:
+    def stop(self) -> StopCause | None:
         """A stop of the whole run that another node was asked for; None: no stop."""
         known = self._others if self.settings.node else self._living()
-        return next((Asked(**public["stop"]) for public in known.values() if public.get("stop")), None)
+        return next((StopCause(**public["stop"]) for public in known.values() if public.get("stop")), None)
 
-    def ask_stop(self, asked: Asked) -> None:
+    def ask_stop(self, asked: StopCause) -> None:
         """Ask all nodes to stop."""
         if not self._rendezvous.own.get("stop"):
             self._rendezvous.publish(stop={"by": asked.by, "text": asked.text})
 
     # --- the end of an attempt, and of the run
 
-    def settle(self, facts: Facts, look: Callable[[], Asked | None]) -> Decision:
+    def decide_end(self, facts: Facts, look: Callable[[], StopCause | None]) -> Decision:
         """Decide what happens to the run: node 0 decides by the reports of all nodes, the others follow.
 
         Args:
@@ -343,7 +343,7 @@ class Nodes:
         decided = self._zero.get("decision") or {}
         return decision_of(decided) if decided.get("round") == self._current.id else None
 
-    def _carried_out(self, facts: Facts, at_once: Asked | None, look: Callable[[], Asked | None]) -> Decision:
+    def _carried_out(self, facts: Facts, at_once: StopCause | None, look: Callable[[], StopCause | None]) -> Decision:
         """On the other nodes: wait for node 0's decision and return this node's."""
         while self._decided is None and at_once is None and not self._is_gone(self._current.nodes[0]):
             at_once = look()

@@ -27,7 +27,7 @@ from ..run.record import Record
 from ..run.run_folder import Run
 from ..run.spec import Spec
 from . import decide, diagnose, health, memory, programs
-from .decide import Asked, Decision, Facts, LaunchMode
+from .decide import Decision, Facts, LaunchMode, StopCause
 from .ranks import Ranks
 
 _AGAIN = 1.0
@@ -121,7 +121,7 @@ def supervise_alone(
 
     def listen() -> None:  # a thread, so that `train stop` works while this process trains
         while not over.wait(0.2):
-            _hear(run, stop)
+            _read_stop_file(run, stop)
             if stop.now:
                 kill(this, signal.SIGKILL)
             if stop.asked:
@@ -141,11 +141,11 @@ def _say(text: str) -> None:
         screen.remark(text)
 
 
-def asked_by(stop: signals.StopRequest) -> Asked | None:
-    return Asked(stop.by, stop.reason, stop.now) if stop.asked else None
+def asked_by(stop: signals.StopRequest) -> StopCause | None:
+    return StopCause(stop.by, stop.reason, stop.now) if stop.asked else None
 
 
-def _hear(run: Run, stop: signals.StopRequest, is_for_all: bool = False) -> None:
+def _read_stop_file(run: Run, stop: signals.StopRequest, is_for_all: bool = False) -> None:
     """Read a stop request from its file. A file also works from outside a container, where process ids differ.
 
     Args:
@@ -226,7 +226,7 @@ class Supervisor:
     def look_at_others(self) -> None:
         """Called several times a second while no rank runs."""
 
-    def settle(self, facts: Facts) -> Decision:
+    def decide_end(self, facts: Facts) -> Decision:
         """Decide what happens to the run."""
         return decide.decide(facts)
 
@@ -249,7 +249,7 @@ class Supervisor:
         watch = self._program.health(self.spec, self.run.logs(attempt), numbers, ranks.end_peer)
         note_at, is_asked = 0.0, False
         while True:
-            self.hear()
+            self.note_stops()
             self.follow(watch)
             if self._kills.is_due and len(ranks.living) == ranks.count:
                 self._kills.look()
@@ -267,7 +267,7 @@ class Supervisor:
         self._hang = watch.hang
         watch.close()
 
-    def hear(self) -> None:
+    def note_stops(self) -> None:
         """Read stop requests from the file and from Ctrl-C: the first saves and stops the run, a second ends it."""
         if self.stop.interrupts and not self._is_interrupted and self.mode is LaunchMode.FOREGROUND:
             self._is_interrupted = True
@@ -277,7 +277,7 @@ class Supervisor:
                 os.write(2, f"{below_bar}{text}\n".encode())
         if self.stop.interrupts > 1 and not self.stop.now:
             self.stop.ask(signals.CTRL_C, "Ctrl-C twice", now=True)
-        _hear(self.run, self.stop, is_for_all=self.leaves)
+        _read_stop_file(self.run, self.stop, is_for_all=self.leaves)
 
     def _wait(self, seconds: float) -> None:
         """Wait before a restart on a busy machine, unless a stop is requested."""
@@ -291,7 +291,7 @@ class Supervisor:
     def _end(self, deaths: int) -> Decision:
         """Record how the attempt has ended, and print what no rank has printed."""
         facts = self._facts(deaths)
-        decision = self.settle(facts)
+        decision = self.decide_end(facts)
         try:
             faults.here("decided")
             record_decision(self.run, self._attempt, decision)

@@ -44,7 +44,7 @@ class LaunchMode(enum.Enum):
 
 
 @dataclasses.dataclass(frozen=True)
-class Asked:
+class StopCause:
     """A request to stop."""
 
     by: str
@@ -78,7 +78,7 @@ class Facts:
     """The memory limit at which the kernel has killed a process during the attempt."""
     refused_at: str = ""
     """The memory limit at which an allocation can have failed."""
-    asked: Asked | None = None
+    asked: StopCause | None = None
     """The stop request, if any."""
     saved: int = 0
     """Step of the newest checkpoint; 0: none."""
@@ -244,20 +244,20 @@ def _as_reported(facts: Facts, reported: Outcome) -> Decision:
         )
     if reported.kind is Kind.STOPPED:
         # ranks know only of a signal or of another rank; their supervisor may know who sent it
-        asked = facts.asked or Asked(signals.SIGNAL, reported.reason)
+        asked = facts.asked or StopCause(signals.SIGNAL, reported.reason)
         others = "; only this node has left, the run continues" if facts.leaves else ""
         decision = _stopped(asked, f"stopped after step {reported.step} ({asked.text}){others}")
         return dataclasses.replace(decision, figures=reported.figures | {"step": reported.step})
     return Decision(end=states.FAILED, state=states.FAILED, why=reported.reason, reason=reported.reason)
 
 
-def _stopped(asked: Asked, reason: str) -> Decision:
+def _stopped(asked: StopCause, reason: str) -> Decision:
     return Decision(
         end=states.STOPPED, state=states.STOPPED, why=reason, reason=reason, stopped_by=asked.by, code=EXIT_STOPPED
     )
 
 
-def _ended_at_once(facts: Facts, asked: Asked) -> Decision:
+def _ended_at_once(facts: Facts, asked: StopCause) -> Decision:
     """Decide after a second Ctrl-C in a foreground run."""
     saved = f"the last checkpoint is of step {facts.saved}" if facts.saved else "there is no checkpoint"
     then = f"continues after step {facts.saved}" if facts.saved else "starts at step 1"
@@ -266,7 +266,7 @@ def _ended_at_once(facts: Facts, asked: Asked) -> Decision:
     return dataclasses.replace(decision, message=message, code=EXIT_INTERRUPTED)
 
 
-def _how_stopped(facts: Facts, asked: Asked, death: Death | None) -> str:
+def _how_stopped(facts: Facts, asked: StopCause, death: Death | None) -> str:
     """Return the reason of a run that was asked to stop but whose rank 0 does not report that it has saved."""
     if asked.now and facts.mode is LaunchMode.TORCHRUN:
         return f"stopped at once ({asked.text})"

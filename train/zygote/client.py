@@ -81,7 +81,7 @@ class Zygote:
         os.umask(umask)
         root = str(Path(__file__).parents[2])
         self._ask({"root": root, "cwd": os.getcwd(), "umask": umask, "environ": environ, "imports": self._imports})
-        self._hear(patience)
+        self._read_answer(patience)
 
     def again(self) -> Zygote:
         """Acquire a new zygote like this one, after its loss."""
@@ -113,7 +113,7 @@ class Zygote:
         """
         environ = self._environ if environ is None else dict(environ)
         self._ask({"call": function, "arguments": [*arguments], "environ": environ, "after": after}, files)
-        while (answer := self._hear(None)) is None:
+        while (answer := self._read_answer(None)) is None:
             pass
         if "errno" in answer:
             raise OSError(answer["errno"], os.strerror(answer["errno"]))
@@ -134,7 +134,7 @@ class Zygote:
             given = [function, [*arguments]]
             pid = self.fork("train.zygote.client:answer", given, files=[0, 1, 2, file.fileno()], after=after)
             while pid in self._alive:
-                self._hear(None)
+                self._read_answer(None)
             if code := self._codes.pop(pid):
                 how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
                 way = "see why with train run and the same arguments"
@@ -153,7 +153,7 @@ class Zygote:
         """
         while not self.is_lost and select.select([self._line], [], [], 0 if self._codes else seconds)[0]:
             with contextlib.suppress(ZygoteLost):
-                self._hear(None)
+                self._read_answer(None)
         if self.is_lost:  # the kernel kills the forks with their zygote
             self._codes |= dict.fromkeys(self._alive, -signal.SIGKILL)
             _wait_for_death(self._alive)
@@ -182,7 +182,7 @@ class Zygote:
         except ConnectionError:
             raise self._lost() from None
 
-    def _hear(self, seconds: float | None) -> dict[str, Any] | None:
+    def _read_answer(self, seconds: float | None) -> dict[str, Any] | None:
         """Return the next answer. None: it reported the end of a fork, whose exit code is noted."""
         self._line.settimeout(seconds)
         received = None

@@ -13,17 +13,17 @@ from train import signals
 from train.nodes.node_reports import merged, report_of
 from train.run.outcome import Kind, Outcome
 from train.supervise import memory, programs
-from train.supervise.decide import Asked, Decision, Facts, LaunchMode, decide, who_died
+from train.supervise.decide import Decision, Facts, LaunchMode, StopCause, decide, who_died
 
 pytestmark = pytest.mark.never_forgiven
 
 KILL, TERM, ABRT, SEGV = -signal.SIGKILL, -signal.SIGTERM, -signal.SIGABRT, -signal.SIGSEGV
 LAUNCHED, FOREGROUND, TORCHRUN = LaunchMode.LAUNCHED, LaunchMode.FOREGROUND, LaunchMode.TORCHRUN
-USER = Asked(signals.USER, "train stop")
-USER_NOW = Asked(signals.USER, "train stop --now", now=True)
-OF_KEEPER = Asked(signals.KEEPER, "the keeper")
-TERMINATED = Asked(signals.SIGNAL, "SIGTERM")
-TWICE = Asked(signals.CTRL_C, "Ctrl-C twice", now=True)
+USER = StopCause(signals.USER, "train stop")
+USER_NOW = StopCause(signals.USER, "train stop --now", now=True)
+OF_KEEPER = StopCause(signals.KEEPER, "the keeper")
+TERMINATED = StopCause(signals.SIGNAL, "SIGTERM")
+TWICE = StopCause(signals.CTRL_C, "Ctrl-C twice", now=True)
 
 LOST = "RuntimeError: [gloo/transport/tcp/pair.cc:534] Connection closed by peer"
 TRACEBACK = 'Traceback (most recent call last):\n  File "script.py", line 3, in <module>\n    main()\n'
