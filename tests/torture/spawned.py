@@ -22,7 +22,7 @@ from train.checkpoint import manifest
 from train.run import outcome, states
 from train.run.run_folder import Run
 from train.run.spec import read_spec
-from train.supervise import attempts, decide
+from train.supervise import attempts, decide, programs
 from train.supervise.decide import Facts, LaunchMode
 from train.supervise.ranks import TaskRanks
 from train.zygote.client import CHECKS, RANKS, Zygote, acquire, lives
@@ -84,7 +84,12 @@ def attempt(run: Run, ranks: int, disturb: Disturb | None = None, fault_text: st
             made.signal(signal.SIGKILL)
             raise Failure(f"{run.name}: attempt {number} never ended\n{logs(run)}\n{where}")
     facts = Facts(
-        run.name, LaunchMode.FOREGROUND, ranks=ranks, outcomes=outcome.read_all(run.logs(number)), exits=made.exits
+        run.name,
+        LaunchMode.FOREGROUND,
+        programs.TASK,
+        ranks=ranks,
+        outcomes=outcome.read_all(run.logs(number)),
+        exits=made.exits,
     )
     attempts.record_decision(run, number, decide.decide(facts))
     return time.monotonic() - began

@@ -35,6 +35,7 @@ from train.parallel.rank_env import RankEnv
 from train.parallel.torch_private import limit_compile_threads
 from train.run import ownership
 from train.run.outcome import Kind, Outcome, read_all
+from train.supervise import programs
 from train.supervise.decide import Facts, LaunchMode, decide
 from train.trainer.evaluate import evaluate_run
 
@@ -95,7 +96,7 @@ def test_an_agent_does_not_start_it_again_and_again() -> None:
     end = Outcome(
         rank=0, kind=Kind.DIED, reason="RuntimeError: No CUDA GPUs are available: a computes on GPUs", recurs=False
     )
-    facts = Facts("a", LaunchMode.LAUNCHED, outcomes={0: end}, deaths=3, max_restarts=3)
+    facts = Facts("a", LaunchMode.LAUNCHED, programs.TASK, outcomes={0: end}, deaths=3, max_restarts=3)
     decision = decide(facts)
     assert (decision.end, decision.state, decision.again) == ("died", None, False)
     assert "a keeper" in str(decision.reason) and "train resume a" in str(decision.reason)

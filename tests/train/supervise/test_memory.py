@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from train.supervise import decide, memory
+from train.supervise import decide, memory, programs
 from train.supervise.decide import Facts, LaunchMode
 
 pytestmark = pytest.mark.never_forgiven
@@ -38,7 +38,9 @@ def killed(top: Path, times: int) -> None:
 
 def died_of_memory(kills: memory.Kills) -> bool:
     """Whether a rank that was killed now is said to have been too large."""
-    return decide.who_died(Facts("a", LaunchMode.LAUNCHED, exits={0: -9}, killed_at=kills.limit())).recurs
+    return decide.who_died(
+        Facts("a", LaunchMode.LAUNCHED, programs.TASK, exits={0: -9}, killed_at=kills.limit())
+    ).recurs
 
 
 def test_the_groups_around_a_process_and_what_they_leave(tmp_path: Path, process: Path) -> None:
