@@ -158,7 +158,7 @@ def fingerprint(task: Task, config: Config, *, train_set: Any, eval_sets: Mappin
     if own is not None:
         call(task, "fingerprint()", json.dumps, own)
     with refusing(task, "a look at the datasets"):
-        return fingerprints.of_sets(config.data.root, own, train_set, eval_sets)
+        return fingerprints.of_sets(config.data.root, own, train_set=train_set, eval_sets=eval_sets)
 
 
 def data_differs(run: Run, task: Task, *, config: Config, train_set: Any, eval_sets: Mapping[str, Any]) -> str:

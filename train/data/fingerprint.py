@@ -40,7 +40,7 @@ _OWN = "fingerprint(): "
 """Prefix of the facts that a task's fingerprint() returns."""
 
 
-def of_sets(root: str, own: Any, train_set: Any, eval_sets: Mapping[str, Any]) -> dict[str, Any]:
+def of_sets(root: str, own: Any, *, train_set: Any, eval_sets: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fingerprint of these datasets, as it is written into the run folder.
 
     Args:

@@ -44,13 +44,15 @@ def pets(folder: Path) -> Path:
 
 
 def compared(then: Any, now: Any, own: tuple[Any, Any] = (None, None)) -> list[str]:
-    return differences(of_sets("", own[0], then, None), of_sets("", own[1], now, None))
+    return differences(
+        of_sets("", own[0], train_set=then, eval_sets=None), of_sets("", own[1], train_set=now, eval_sets=None)
+    )
 
 
 def changed(root: Path, change: Callable[[Path], Any]) -> list[str]:
-    then = of_sets(str(root), None, listed(pets(root)), {})
+    then = of_sets(str(root), None, train_set=listed(pets(root)), eval_sets={})
     change(root)
-    return differences(then, of_sets(str(root), None, listed(root), None))
+    return differences(then, of_sets(str(root), None, train_set=listed(root), eval_sets=None))
 
 
 CHANGES: list[tuple[Callable[[Path], Any], list[str]]] = [
@@ -63,9 +65,13 @@ CHANGES: list[tuple[Callable[[Path], Any], list[str]]] = [
 
 def test_hidden_files_that_a_run_has_counted_are_known(tmp_path: Path) -> None:
     (pets(tmp_path / "pets") / "cats").rename(tmp_path / "pets" / ".cats")
-    then = of_sets(str(tmp_path / "pets"), None, Held(sorted((tmp_path / "pets").rglob("*.png"))), {})
+    then = of_sets(
+        str(tmp_path / "pets"), None, train_set=Held(sorted((tmp_path / "pets").rglob("*.png"))), eval_sets={}
+    )
     assert fingerprint.hidden_in(then) == [f".cats/cats{number}.png" for number in range(4)]
-    seen = of_sets(str(tmp_path / "pets"), None, Held(sorted((tmp_path / "pets" / "hamsters").iterdir())), {})
+    seen = of_sets(
+        str(tmp_path / "pets"), None, train_set=Held(sorted((tmp_path / "pets" / "hamsters").iterdir())), eval_sets={}
+    )
     assert differences(then, seen)[0] == ".cats/cats0.png is hidden" and fingerprint.hidden_in(seen) == []
 
 
@@ -80,12 +86,15 @@ def test_a_change_among_files_is_named(
 
 def test_times_and_places_do_not_matter(tmp_path: Path) -> None:
     root = pets(tmp_path / "pets")
-    then = of_sets(str(root), None, listed(root), {})
+    then = of_sets(str(root), None, train_set=listed(root), eval_sets={})
     for path in root.rglob("*"):
         os.utime(path, (1, 1))
     shutil.copytree(root, tmp_path / "else" / "where")
     there = tmp_path / "else/where"
-    for now in (of_sets(str(there), None, listed(there), None), of_sets("", None, listed(root), None)):
+    for now in (
+        of_sets(str(there), None, train_set=listed(there), eval_sets=None),
+        of_sets("", None, train_set=listed(root), eval_sets=None),
+    ):
         assert differences(then, now) == []
 
 
@@ -124,14 +133,14 @@ def test_one_changed_value_is_noticed_wherever_a_data_set_holds_it() -> None:
 
 def test_every_evaluation_set_is_compared_by_its_name() -> None:
     train, one, other = range(3), TensorDataset(torch.zeros(5)), TensorDataset(torch.ones(5))
-    then = of_sets("", None, train, {"val": one, "test": one})
-    assert differences(then, of_sets("", None, train, {"val": one, "test": one})) == []
+    then = of_sets("", None, train_set=train, eval_sets={"val": one, "test": one})
+    assert differences(then, of_sets("", None, train_set=train, eval_sets={"val": one, "test": one})) == []
     for sets, words in (
         ({"val": one, "test": other}, ["tensors of the evaluation set test has changed"]),
         ({"val": one}, ["the evaluation set test is gone"]),
         ({"val": one, "test": one, "more": other}, ["the evaluation set more is new"]),
     ):
-        assert differences(then, of_sets("", None, train, sets)) == words
+        assert differences(then, of_sets("", None, train_set=train, eval_sets=sets)) == words
 
 
 def test_a_large_array_on_the_disk_is_looked_at_in_places(tmp_path: Path) -> None:
@@ -154,12 +163,12 @@ def test_a_large_array_on_the_disk_is_looked_at_in_places(tmp_path: Path) -> Non
 )
 def test_a_tasks_own_fingerprint_is_compared_part_by_part(then: Any, now: Any, said: list[str]) -> None:
     assert compared(range(3), range(3), own=(then, now)) == said
-    assert len(json.dumps(of_sets("", "x" * 20000, range(3), None))) < 1000
+    assert len(json.dumps(of_sets("", "x" * 20000, train_set=range(3), eval_sets=None))) < 1000
 
 
 def test_a_damaged_one_is_refused_and_a_run_without_has_none(tmp_path: Path) -> None:
     assert recorded(tmp_path) is None
-    found = of_sets("", None, [1, 2], {})
+    found = of_sets("", None, train_set=[1, 2], eval_sets={})
     (tmp_path / "data.json").write_text(json.dumps(found))
     assert recorded(tmp_path) == found
     for text in (json.dumps(found)[:50], "[]", '{"format": 2}'):
