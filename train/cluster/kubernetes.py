@@ -138,7 +138,7 @@ def _environment(plain: str | None, secret: str | None) -> list[dict[str, Any]]:
     """Return the variables of --env and --env-from one by one, because containers of a TrainJob have no envFrom."""
     found: dict[str, dict[str, Any]] = {}
     for name, value in _pairs("env", plain):
-        if environment.tells_secret(name, value):
+        if environment.is_secret(name, value):
             raise Refused(
                 f"--env {name}: looks like a secret, and the TrainJob would show it; make a Secret: kubectl create "
                 f"secret generic NAME --from-file={name}=FILE, and give --env-from {name}=NAME"

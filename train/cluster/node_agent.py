@@ -29,7 +29,7 @@ from ..launcher.create_run import open_run
 from ..launcher.request import LaunchRequest
 from ..nodes import address
 from ..nodes.address import Place
-from ..run import environment, folders, owner, run_folder, states
+from ..run import folders, owner, run_folder, states
 from ..run.run_folder import Run
 from ..signals import StopRequest, leave
 from . import engine
@@ -65,7 +65,7 @@ def main(beside: Path, stop: StopRequest) -> int:
         if launch is None:
             screen.remark(f"{run.name} has finished already")
             return EXIT_FINISHED
-        opened = open_run(launch, environment.keep(os.environ))
+        opened = open_run(launch, os.environ)
     except Exception as error:
         return _fail(beside, run, error)
     for line in opened.warnings:

@@ -93,7 +93,7 @@ def _check_more(text: str | None) -> None:
         if "--dependency".startswith(name) and name != "--dependency":
             raise Refused(f"--sbatch: {name}: write dependency in full")
         for pair in word.removeprefix("--export=").split(",") if word.startswith("--export=") else ():
-            if "=" in pair and environment.tells_secret(*pair.split("=", 1)):
+            if "=" in pair and environment.is_secret(*pair.split("=", 1)):
                 raise Refused(
                     f"--sbatch: export={pair.split('=')[0]} looks like a secret, and {SCRIPT} would show it; set it "
                     "in your shell: Slurm passes that environment on"

@@ -59,6 +59,7 @@ def run(options: Namespace, runs: Path) -> int:
     launch = LaunchRequest(
         kind="fork", runs=str(runs), name=name, request={"of": of.name, "step": step}, flags=options.flags,
         nproc=options.nproc or before, gpus=options.gpus, max_restarts=restarts,
+        keep_env=options.keep_env or [],
     )  # fmt: skip
     warn(tmux.start(launch))
     screen.remark(f"{name} continues from {of.name} after step {step}")

@@ -62,6 +62,7 @@ def run(options: Namespace, runs: Path) -> int:
         nproc=options.nproc,
         gpus=options.gpus,
         max_restarts=restarts,
+        keep_env=options.keep_env or [],
         cluster=cluster,
     )
     warn(tmux.start(launch))

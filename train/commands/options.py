@@ -80,6 +80,8 @@ def add_ranks(parser: Parser) -> None:
     add("--follow", action="store_true", help=text)
     text = "Maximum number of restarts in a row without a newer state; then the run fails. Default: 3; of a script: 0."
     add("--max-restarts", metavar="K", help=text)
+    text = "Keep this environment variable for resumes, too. May be given several times."
+    add("--keep-env", metavar="NAME", action="append", help=text)
 
 
 def add_nodes(parser: Parser) -> None:

@@ -96,7 +96,7 @@ def _resume(options: Namespace, runs: Path, name: str) -> Path | None:
     launch = LaunchRequest(
         kind="resume", runs=str(runs), name=name, flags=options.flags, nproc=options.nproc, gpus=options.gpus,
         cluster=cluster,
-        max_restarts=number("max-restarts", options.max_restarts),
+        max_restarts=number("max-restarts", options.max_restarts), keep_env=options.keep_env or [],
     )  # fmt: skip
     warn(tmux.start(launch))
     screen.say(name, sys.stdout)
@@ -105,7 +105,7 @@ def _resume(options: Namespace, runs: Path, name: str) -> Path | None:
 
 def _check_submitted(options: Namespace, name: str) -> None:
     """Refuse options that would change the shape of a submitted run."""
-    for option in ("nproc", "gpus", "nnodes", "node_rank", "rendezvous", "wait_minutes", "max_restarts"):
+    for option in ("nproc", "gpus", "nnodes", "node_rank", "rendezvous", "wait_minutes", "max_restarts", "keep_env"):
         if getattr(options, option) is not None:
             flag = option.replace("_", "-")
             raise Refused(

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from .. import module_runner
 from ..errors import EXIT_FAILED, EXIT_REFUSED, Refused, one_line
-from ..run import durable, environment, folders, states
+from ..run import durable, folders, states
 from ..run.run_folder import Lock, Run
 from ..signals import KEEPER, USER, StopRequest, leave
 
@@ -47,7 +47,7 @@ def main() -> None:
     signal.signal(signal.SIGHUP, _leave)  # until the run exists; then create_run.py ignores the terminal's end
     launch = LaunchRequest(**content["launch"])
     try:
-        opened = open_run(launch, environment.keep(content["env"]))
+        opened = open_run(launch, content["env"])
         if not opened.run.read().get("cluster"):  # other machines know it by its path
             opened.run = opened.run.held()
     except BaseException as error:

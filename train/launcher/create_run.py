@@ -56,14 +56,17 @@ class CheckedLaunch:
     """Files to copy into the folder of a fork."""
 
 
-def open_run(launch: LaunchRequest, saved: environment.SavedEnvironment) -> OpenedRun:
+def open_run(launch: LaunchRequest, environ: Mapping[str, str]) -> OpenedRun:
     """Check the request, create or find its run, take the lock. Meanwhile the zygote of the ranks imports torch.
+
+    Args:
+        environ: The environment of the launch, of which a part is kept with the run.
 
     Raises:
         Refused: the request cannot be carried out; nothing has been created or changed.
     """
     if launch.kind != "resume":
-        return _create(launch, saved)
+        return _create(launch, environ)
     run = folders.find(Path(launch.runs), launch.name)
     held = owner.opened(run)
     run = run if run.read().get("cluster") else held  # other machines know the run by its path
@@ -71,13 +74,13 @@ def open_run(launch: LaunchRequest, saved: environment.SavedEnvironment) -> Open
     if lock is None:
         raise Refused(f"{run.name} is running; see: train show {run.name}")
     try:
-        return _reopen(launch, run, lock, saved)
+        return _reopen(launch, run, lock, environ)
     except BaseException:
         lock.release()
         raise
 
 
-def _create(launch: LaunchRequest, saved: environment.SavedEnvironment) -> OpenedRun:
+def _create(launch: LaunchRequest, environ: Mapping[str, str]) -> OpenedRun:
     runs = Path(launch.runs)
     _check_variables(launch.cluster)
     of = owner.opened(folders.find(runs, launch.request["of"])) if launch.kind == "fork" else None
@@ -93,6 +96,7 @@ def _create(launch: LaunchRequest, saved: environment.SavedEnvironment) -> Opene
     restarts = program.default_restarts if launch.max_restarts is None else launch.max_restarts
     record = checked.record | _placement(launch, checked, _cluster_of(launch, None))
     record |= {"submission": launch.submission, "max_restarts": restarts}
+    saved = environment.keep(environ, imports.python_files(record), launch.keep_env)
     files = checked.files | {environment.FILE: environment.to_json(saved)}
     run = (
         Run(runs / launch.name)
@@ -109,7 +113,7 @@ def _create(launch: LaunchRequest, saved: environment.SavedEnvironment) -> Opene
     return OpenedRun(run, lock, checked.ranks, zygote, [*saved.warnings, *checked.warnings], listening)
 
 
-def _reopen(launch: LaunchRequest, run: Run, lock: Lock, saved: environment.SavedEnvironment) -> OpenedRun:
+def _reopen(launch: LaunchRequest, run: Run, lock: Lock, environ: Mapping[str, str]) -> OpenedRun:
     record = run.read()
     copies.clear(run)
     kept = _check_still_wanted(run, record) if launch.by_keeper else None
@@ -127,7 +131,8 @@ def _reopen(launch: LaunchRequest, run: Run, lock: Lock, saved: environment.Save
     changes |= {"reason": "", "stopped_by": None, "ended": None, "pids": {}, "state": states.CREATED}
     files = checked.files
     if not launch.by_keeper:  # this environment holds from now on, for the keeper too
-        saved = environment.after(environment.read(run.folder), saved)
+        before = environment.read(run.folder)
+        saved = environment.kept_again(before, environ, imports.python_files(record), launch.keep_env)
         files = {environment.FILE: environment.to_json(saved), **files}
     for name, content in files.items():
         durable.write_atomically(run.folder / name, content)

@@ -17,7 +17,7 @@ from typing import Any
 from .. import gpus, screen
 from ..errors import EXIT_REFUSED, Refused, one_line
 from ..parallel.rank_env import RankEnv, is_under_torchrun, meeting_port, read_rank_env
-from ..run import environment, folders
+from ..run import environment, folders, imports
 from ..run.outcome import Kind, Outcome
 from ..run.run_folder import Lock, Run
 from ..run.spec import Spec, read_spec
@@ -48,7 +48,9 @@ def run(runs: Path, name: str | None, *, request: dict[str, Any], spawn: int | N
     launch = LaunchRequest(kind="new", runs=str(runs), name=name or "", request=request, nproc=str(spawn or 1))
     zygote, checked = check_in_fork(launch)
     name = name or folders.fresh_name(runs, Path(request["task"]).stem)
-    made = folders.create(runs, name, files=_with_environment(checked.files), record=checked.record).held()
+    made = folders.create(
+        runs, name, files=_with_environment(checked.files, checked.record), record=checked.record
+    ).held()
     lock = made.acquire()
     assert lock is not None  # the folder is new
     stop = StopRequest((*POLITE, signal.SIGHUP))
@@ -59,8 +61,9 @@ def run(runs: Path, name: str | None, *, request: dict[str, Any], spawn: int | N
     return code
 
 
-def _with_environment(files: dict[str, str | bytes]) -> dict[str, str | bytes]:
-    return files | {environment.FILE: environment.to_json(environment.keep(os.environ))}
+def _with_environment(files: dict[str, str | bytes], record: dict[str, Any]) -> dict[str, str | bytes]:
+    saved = environment.keep(os.environ, imports.python_files(record))
+    return files | {environment.FILE: environment.to_json(saved)}
 
 
 def _under_torchrun(runs: Path, name: str | None, request: Request) -> int:
@@ -172,7 +175,7 @@ def open_under_torchrun(runs: Path, name: str | None, request: Request) -> tuple
         made = next((Run(runs / one) for one in ours), None)
     if made is None:
         found = prepare(request)
-        record, files = found.record | {"torchelastic": job}, _with_environment(found.files)
+        record, files = found.record | {"torchelastic": job}, _with_environment(found.files, found.record)
         made = folders.create(runs, name or folders.fresh_name(runs, found.task.file.stem), files=files, record=record)
     lock = made.acquire(patience=30.0)  # the ranks of the attempt before may still be ending
     if lock is None:

@@ -57,6 +57,8 @@ class LaunchRequest:
     nproc: str | None = None
     gpus: str | None = None
     max_restarts: int | None = None
+    keep_env: list[str] = dataclasses.field(default_factory=list)
+    """Names of more environment variables to keep for resumes."""
     visible: str | None = None
     """CUDA_VISIBLE_DEVICES of the calling shell; None: not set, or the keeper resumes."""
     cluster: dict[str, Any] | None = None

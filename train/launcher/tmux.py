@@ -109,6 +109,7 @@ def start(launch: LaunchRequest, cancelled: Callable[[], bool] = lambda: False) 
     """
     runs, session = Path(launch.runs), session_of(launch.name)
     tmux(runs)  # refuses before there is anything to remove
+    environment.check_names(launch.keep_env, os.environ)
     folder = Path(tempfile.mkdtemp(prefix="train-launch-"))
     began = done = False
     try:

@@ -290,6 +290,13 @@ def _read_by_relative_path(program: Path, beside: Path) -> list[Path]:
     return sorted(found) if len(found) <= _MOST_DATA else []
 
 
+def python_files(record: Mapping[str, Any]) -> list[Path]:
+    """Return the Python files of a run's task or script, as they lay at the launch."""
+    program = [path for path in (record.get("task_source"), record.get("script")) if path]
+    beside = [*record.get("task_imports", ()), *record.get("task_watched", ()), *record.get("script_files", ())]
+    return [Path(path) for path in {**dict.fromkeys(program), **dict.fromkeys(beside)} if path.endswith(".py")]
+
+
 def edited(run: Run, spec: Spec) -> list[str]:
     """Return lines about files of a run's task that have changed since the launch."""
     lines = []

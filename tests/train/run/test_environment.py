@@ -20,17 +20,19 @@ pytestmark = pytest.mark.never_forgiven
 
 SHOWS = """
 import json, os, pathlib, time
-import beside
+import beside  # reads DATA
+uses = "WANDB_API_KEY MY_PASSWORD $STORE AWS_SECRET_ACCESS_KEY"
 attempt = os.environ["TRAIN_ATTEMPT"]
 pathlib.Path(f"seen-{attempt}.json").write_text(json.dumps(dict(os.environ)))
 while not pathlib.Path("done").exists():
     time.sleep(0.05)
 """
 WITHHELD = {
-    "WANDB_API_KEY": "k" * 20, "MY_PASSWORD": "hunter2", "PLAIN": "hf_" + "a" * 30, "STORE": "s3://me:hunter3@host/b",
+    "WANDB_API_KEY": "k" * 20, "MY_PASSWORD": "hunter2", "STORE": "s3://me:hunter3@host/b",
     "https_proxy": "http://u:hunter4@proxy:3128", "AWS_SECRET_ACCESS_KEY": "/ab0/hunter5",
 }  # fmt: skip
-KEPT = {"DATA": "/some/where", "TOKENIZERS_PARALLELISM": "false"}
+KEPT = {"DATA": "/some/where", "TOKENIZERS_PARALLELISM": "false", "WANDB_MODE": "offline"}
+OTHER = {"NOBODY_READS": "hunter6", "UNUSED_TOKEN": "hunter7", "LIBRARY_READS": "b"}
 
 
 @pytest.fixture
@@ -46,8 +48,9 @@ def paths(station: Station) -> str:
     return os.pathsep.join([str(station.folder / "lib"), station.environment()["PYTHONPATH"]])
 
 
-def launch(station: Station, **more: str) -> subprocess.CompletedProcess[str]:
-    done = station.ok("launch", "--script", "shows.py", "--name", "a", env=KEPT | WITHHELD | more)
+def launch(station: Station, *flags: str, **more: str) -> subprocess.CompletedProcess[str]:
+    env = KEPT | WITHHELD | OTHER | more
+    done = station.ok("launch", "--script", "shows.py", "--name", "a", *flags, env=env)
     seen(station, 1)
     return done
 
@@ -69,14 +72,19 @@ def clean(station: Station, *arguments: str, **more: str) -> subprocess.Complete
 
 def test_it_is_kept_readable_by_its_owner_alone_and_without_secrets_and_that_is_said(shows: Station) -> None:
     (shows.folder / "beside.py").touch()
-    done = launch(shows)
+    done = launch(shows, "--keep-env", "LIBRARY_READS", "--keep-env", "HOME")
     assert done.stdout == "a\n"
     said = done.stderr.strip()
     assert all(name in said for name in WITHHELD) and "hunter" not in said and said.count("\n") == 0
+    assert "UNUSED_TOKEN" not in said
     path = shows.runs / "a" / "environment.json"
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     values = json.loads(path.read_text())["values"]
-    assert values.items() >= KEPT.items() and not values.keys() & {*WITHHELD, "TMUX", "PWD", "RANK", "TRAIN_ATTEMPT"}
+    assert (
+        values.items()
+        >= (KEPT | {"LIBRARY_READS": "b", "PATH": os.environ["PATH"], "HOME": os.environ["HOME"]}).items()
+    )
+    assert not values.keys() & {*WITHHELD, "NOBODY_READS", "UNUSED_TOKEN", "TMUX", "PWD", "RANK", "TRAIN_ATTEMPT"}
     for file in (shows.runs / "a").rglob("*"):
         assert not file.is_file() or "hunter" not in file.read_text(errors="replace")
     assert seen(shows, 1)["MY_PASSWORD"] == "hunter2"
@@ -103,19 +111,21 @@ def test_a_resume_from_a_clean_environment_has_it_and_says_so(shows: Station) ->
 def test_a_resume_from_the_same_shell_warns_of_nothing(shows: Station) -> None:
     launch(shows, PYTHONPATH=paths(shows))
     shows.ok("stop", "a", "--now")
-    env = KEPT | WITHHELD | {"PYTHONPATH": paths(shows)}
+    env = KEPT | WITHHELD | OTHER | {"PYTHONPATH": paths(shows)}
     assert shows.ok("resume", "a", env=env).stderr == ""
 
 
 @pytest.mark.minutes
 def test_the_keeper_uses_it_whole(shows: Station) -> None:
-    launch(shows, PYTHONPATH=paths(shows))
+    launch(shows, "--keep-env", "LIBRARY_READS", "--max-restarts", "3", PYTHONPATH=paths(shows))
     os.kill(shows.record("a")["pids"]["agent"], signal.SIGKILL)
     shows.wait("a", lambda record: record["state"] == "interrupted", "its death")
-    done = clean(shows, "keeper", "--once", DATA="of the keeper", MORE="of the keeper", WANDB_API_KEY="of the keeper")
+    of_keeper = dict.fromkeys(("DATA", "WANDB_PROJECT", "WANDB_API_KEY", "LIBRARY_READS"), "of the keeper")
+    done = clean(shows, "keeper", "--once", **of_keeper)
     assert done.returncode == 0, done.stderr
     now = seen(shows, 2)
-    assert now["DATA"] == "/some/where" and now["PYTHONPATH"] == paths(shows) and "MORE" not in now
+    assert now["DATA"] == "/some/where" and now["PYTHONPATH"] == paths(shows) and "WANDB_PROJECT" not in now
+    assert now["LIBRARY_READS"] == "b" and "NOBODY_READS" not in now
     assert now["WANDB_API_KEY"] == "of the keeper"  # secrets it can only have of its own
     assert "MY_PASSWORD" in done.stderr
     (shows.folder / "done").touch()
@@ -123,53 +133,47 @@ def test_the_keeper_uses_it_whole(shows: Station) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "expected"),
+    ("flag", "said"),
     [
-        ("HF_TOKEN", True), ("GITHUBTOKEN", True), ("AWS_SECRET_ACCESS_KEY", True), ("db_password", True),
-        ("PGPASSWORD", True), ("MYSQL_PWD", True), ("GOOGLE_APPLICATION_CREDENTIALS", True), ("KEYS", True),
-        ("wandbApiKey", True), ("TOKEN2", True),
-        ("TOKENIZERS_PARALLELISM", False), ("KEYBOARD", False), ("PATH", False), ("PYTHONPATH", False),
-        ("AUTHOR", False), ("NCCL_IB_PKEY", False),
+        ("NOT_SET", "NOT_SET is not set here"), ("MY_PASSWORD", "a secret is never kept"),
+        ("STORE", "a secret is never kept"), ("SHLVL", "SHLVL differs from start to start"),
     ],
 )  # fmt: skip
-def test_which_names_read_like_secrets(name: str, expected: bool) -> None:
-    assert environment.is_secret(name) is expected
+def test_what_cannot_be_kept_is_refused(station: Station, flag: str, said: str) -> None:
+    done = station("launch", "digits", "--name", "a", "--keep-env", flag, env=WITHHELD | {"SHLVL": "7"})
+    assert done.returncode == 2 and f"--keep-env {flag}: {said}" in done.stderr
+    assert not (station.runs / "a").exists()
 
 
 @pytest.mark.parametrize(
     ("name", "value", "expected"),
     [
-        ("HF_TOKEN", "abc", True), ("HF_HUB_DISABLE_IMPLICIT_TOKEN", "1", False), ("A", "http://u:p@h", True),
-        ("GOOGLE_APPLICATION_CREDENTIALS", "/datasets/key.json", False), ("A", "hf_0123456789abcdefgh", True),
-        ("A", "/datasets/key", False), ("KEY", "/8cQ+w==", True),
+        ("HF_TOKEN", "a", True), ("GITHUBTOKEN", "a", True), ("AWS_SECRET_ACCESS_KEY", "a", True),
+        ("db_password", "a", True), ("PGPASSWORD", "a", True), ("KEYS", "a", True), ("wandbApiKey", "a", True),
+        ("TOKEN2", "a", True), ("AWS_ACCESS_KEY_ID", "a", True),
+        ("TOKENIZERS_PARALLELISM", "a", False), ("KEYBOARD", "a", False), ("PYTHONPATH", "/a:/b:/c", False),
+        ("NCCL_IB_PKEY", "1", False), ("A", "http://u:p@h:3128", True), ("A", "http://u:p@ss@h/x", True),
+        ("A", "redis://:p@h", True), ("A", "u:p@proxy:3128", True), ("A", "a=http://h,b=http://v:q@i", True),
+        ("A", "ssh://git@host/x", False), ("A", "http://h:80/a@b", False), ("A", "me@host", False),
     ],
 )  # fmt: skip
-def test_which_variables_tell_a_secret(name: str, value: str, expected: bool) -> None:
-    assert environment.tells_secret(name, value) is expected
+def test_which_variables_are_secrets(name: str, value: str, expected: bool) -> None:
+    assert environment.is_secret(name, value) is expected
 
 
-@pytest.mark.parametrize(
-    ("value", "expected"),
-    [
-        ("http://u:p@h:3128", True), ("http://u:p@ss@h/x", True), ("redis://:p@h", True), ("u:p@proxy:3128", True),
-        ("a=http://h,b=http://v:q@i", True), ("https://0123456789abcdef01234567@sentry.io/1", True),
-        ("https://h/x?token=abc&y=1", True), ("host=h password=p dbname=d", True),
-        ("ssh://git@host/x", False), ("http://h:80/a@b", False), ("/a:/b:/c", False), ("me@host", False),
-    ],
-)  # fmt: skip
-def test_an_address_with_a_password_is_a_secret(value: str, expected: bool) -> None:
-    assert environment.tells_secret("A", value) is expected
-
-
-def test_what_an_earlier_release_saved_without_its_password_counts_as_not_saved(tmp_path: Path) -> None:
-    old = {"values": {"DATA": "/a", "STORE": "s3://me@host"}, "withheld": ["KEY"], "cut": ["STORE"]}
+def test_what_an_earlier_release_kept_is_restored_without_secrets(tmp_path: Path) -> None:
+    values = {"DATA": "/a", "STORE": "s3://me@host", "PROXY": "http://u:p@h", "HF_TOKEN": "/a/b"}
+    old = {"values": values, "withheld": ["KEY"], "cut": ["STORE"]}
     (tmp_path / environment.FILE).write_text(json.dumps(old))
-    assert environment.read(tmp_path) == environment.SavedEnvironment({"DATA": "/a"}, ["KEY", "STORE"])
+    kept = environment.read(tmp_path)
+    assert kept == environment.SavedEnvironment({"DATA": "/a"}, ["KEY", "STORE", "PROXY", "HF_TOKEN"])
+    assert environment.resumed(kept, {"DATA": "/b"}, as_recorded=True)[0] == {"DATA": "/a"}
+    assert environment.kept_again(kept, {"DATA": "/a"}, [], []).values == {"DATA": "/a"}
 
 
 def test_what_torch_sets_by_itself_is_not_kept_and_no_difference() -> None:
     set_by_torch = {"TORCHINDUCTOR_CACHE_DIR": "/tmp/torchinductor_me"}
-    kept = environment.keep(set_by_torch | {"DATA": "/a"})
+    kept = environment.keep(set_by_torch | {"DATA": "/a"}, names=["DATA"])
     assert kept.values == {"DATA": "/a"}
     assert environment.resumed(kept, {"DATA": "/a"}, as_recorded=False)[1] == []
     assert environment.resumed(kept, set_by_torch | {"DATA": "/a"}, as_recorded=False)[1] == []
