@@ -132,7 +132,8 @@ def _reopen(launch: LaunchRequest, run: Run, lock: Lock, environ: Mapping[str, s
     files = checked.files
     if not launch.by_keeper:  # this environment holds from now on, for the keeper too
         before = environment.read(run.folder)
-        saved = environment.kept_again(before, environ, imports.python_files(record), launch.keep_env)
+        sources = imports.python_files(record)
+        saved = environment.kept_again(before, environ, sources=sources, names=launch.keep_env)
         files = {environment.FILE: environment.to_json(saved), **files}
     for name, content in files.items():
         durable.write_atomically(run.folder / name, content)

@@ -113,7 +113,7 @@ def _mentioned(sources: Iterable[Path]) -> set[str]:
 
 
 def kept_again(
-    before: SavedEnvironment | None, environ: Mapping[str, str], sources: Iterable[Path], names: Iterable[str]
+    before: SavedEnvironment | None, environ: Mapping[str, str], *, sources: Iterable[Path], names: Iterable[str]
 ) -> SavedEnvironment:
     """Return the environment to keep at a resume: what is kept stays so, and names of secrets that it lacked too."""
     if before is None:

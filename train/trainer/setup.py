@@ -149,7 +149,7 @@ def set_up(
     sees_home = world.nodes == 1 or strategies.of(config.parallel.strategy).needs_shared_disk
     home = _home_of(run, world, sees_home)
     is_begun = bool(home.newest_checkpoint)
-    model = _model(run, spec, task, config, precision, world, is_begun)
+    model = _model(run, spec, task=task, config=config, precision=precision, world=world, is_begun=is_begun)
     updates, optimizer = spread_updates(task, model, config=config, world=world, precision=precision)
     model = updates[0].strategy.module
     faults.here("start")
@@ -168,7 +168,10 @@ def set_up(
     compiling = Compiling(heart)
     held.callback(compiling.close)
     intervals = Intervals.of(config, data.plan, objects.total_steps(config, data.plan), bool(data.evaluations))
-    loggers = Loggers(run, spec.unused_fields, world, config, intervals.total_steps, start.step, bar and world.is_first)
+    loggers = Loggers(
+        run, unused=spec.unused_fields, world=world, config=config, total_steps=intervals.total_steps,
+        done=start.step, bar=bar and world.is_first,
+    )  # fmt: skip
     held.callback(loggers.close)
 
     def saved(step: int) -> None:
@@ -221,7 +224,7 @@ def _data(run: Run, spec: Spec, task: Task, config: Config, precision: Precision
 
 
 def _model(
-    run: Run, spec: Spec, task: Task, config: Config, precision: Precision, world: World, is_begun: bool
+    run: Run, spec: Spec, *, task: Task, config: Config, precision: Precision, world: World, is_begun: bool
 ) -> torch.nn.Module:
     """Make the model on the CPU, with the weights that the run starts with, unless a checkpoint will replace them."""
     model = objects.make_model(task, config, precision.weights)

@@ -168,7 +168,7 @@ def test_what_an_earlier_release_kept_is_restored_without_secrets(tmp_path: Path
     kept = environment.read(tmp_path)
     assert kept == environment.SavedEnvironment({"DATA": "/a"}, ["KEY", "STORE", "PROXY", "HF_TOKEN"])
     assert environment.resumed(kept, {"DATA": "/b"}, as_recorded=True)[0] == {"DATA": "/a"}
-    assert environment.kept_again(kept, {"DATA": "/a"}, [], []).values == {"DATA": "/a"}
+    assert environment.kept_again(kept, {"DATA": "/a"}, sources=[], names=[]).values == {"DATA": "/a"}
 
 
 def test_what_torch_sets_by_itself_is_not_kept_and_no_difference() -> None:

@@ -48,6 +48,7 @@ class Loggers:
     def __init__(
         self,
         run: Run,
+        *,
         unused: Collection[str],
         world: World,
         config: Config,
