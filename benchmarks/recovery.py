@@ -26,7 +26,7 @@ from typing import Any, Protocol
 
 from benchmarks import bare, command, perceptron
 from train.launcher import tmux
-from train.launcher.request import LaunchRequest
+from train.launcher.launches import NewRun
 from train.launcher.stopping import stop_and_wait
 from train.run import run_folder, states
 from train.zygote.client import lives
@@ -65,10 +65,7 @@ class Launched:
             "steps": str(steps), "batch_size": str(bare.BATCH), "cpu_threads": "1", "device": "cpu",
             "checkpoint.every_steps": str(SAVE_EVERY), "log.every_steps": "1", "log.tensorboard": "false",
         }  # fmt: skip
-        request = {"task": perceptron.__file__, "flags": flags}
-        tmux.start(
-            LaunchRequest(kind="new", runs=str(runs), name=name, request=request, nproc=str(RANKS), max_restarts=100)
-        )
+        NewRun(perceptron.__file__, flags=flags, runs=str(runs), name=name, nproc=str(RANKS), max_restarts=100).start()
         self.run = run_folder.Run(runs / name)
 
     def step(self) -> int:

@@ -38,7 +38,7 @@ def main() -> None:
         note(f"task {number}")
         try:
             prepared = checks.prepare(
-                Request(task=task, flags=FLAGS | dict(field.split("=", 1) for field in fields), ranks=1)
+                Request(task, flags=FLAGS | dict(field.split("=", 1) for field in fields)), ranks=1
             )
             run = folders.create(folder, f"run{number}", files=prepared.files, record=prepared.record)
             with mock.patch.object(Loop, "step", watched_step):

@@ -103,7 +103,7 @@ from train.supervise.decide import LaunchMode
 
 flags = {"device": "cuda", "steps": "24", "batch_size": "32", "ema.decay": "0.9", "eval.every_epochs": "0",
          "data.workers": "0", "log.tensorboard": "false"}
-prepared = checks.prepare(Request(task=sys.argv[1], flags=flags, ranks=1))
+prepared = checks.prepare(Request(sys.argv[1], flags=flags), ranks=1)
 run = folders.create(Path(sys.argv[2]), "killed", files=prepared.files, record=prepared.record)
 record = train_forked(run, fault="snapshot.written:4", mode=LaunchMode.LAUNCHED)
 print(record["state"], *(attempt["from_step"] for attempt in record["attempts"]))

@@ -162,7 +162,7 @@ def new_run(scale: Scale, task: str, flags: dict[str, Any], ranks: int = 1) -> I
     source = next((str(file) for file in files if file.exists()), task)
     one_card = mock.patch.object(checks, "pick_device", in_rank.first_device)
     with one_card if _share_a_card(ranks) else contextlib.nullcontext():
-        prepared = checks.prepare(Request(task=source, flags=texts, ranks=ranks))
+        prepared = checks.prepare(Request(source, flags=texts), ranks=ranks)
     name = f"{task}-{os.getpid()}-{next(_numbers)}"  # of a process that was ended something may be left
     run = folders.create(scale.folder, name, files=prepared.files, record=prepared.record)
     try:

@@ -35,7 +35,7 @@ def make(
     """A fresh run; `more` are flags."""
     flags = FLAGS | {"steps": str(steps), "data.workers": str(workers)} | (more or {})
     flags["checkpoint.asynchronous"] = str(asynchronous).lower()
-    prepared = prepare(Request(task=task, flags=flags, ranks=ranks))
+    prepared = prepare(Request(task, flags=flags), ranks=ranks)
     return folders.create(runs, name, files=prepared.files, record=prepared.record)
 
 

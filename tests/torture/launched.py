@@ -18,7 +18,7 @@ from tests.torture.check import PATIENCE, Failure, check_nothing_lost, logs, sav
 from tests.torture.spawned import steps_lost
 from train.errors import Refused
 from train.launcher import tmux
-from train.launcher.request import LaunchRequest
+from train.launcher.launches import Resume
 from train.run import heartbeat, states
 from train.run.run_folder import Run
 
@@ -36,7 +36,7 @@ def resume(run: Run, fault: str = "") -> None:
     if fault:
         os.environ["TRAIN_FAULT"] = fault
     try:
-        tmux.start(LaunchRequest(kind="resume", runs=str(run.folder.parent), name=run.name))
+        Resume(runs=str(run.folder.parent), name=run.name).start()
     except Refused as error:
         raise Failure(f"{run.name} cannot be resumed: {error}\n{logs(run)}") from None
     finally:

@@ -214,5 +214,5 @@ def test_runs_are_asked_for_as_a_gpu_has_them_in_flags_that_a_run_takes(
         list(case.rows())
     for (task, *_), texts in asked.items():
         file = harness.TASKS / f"{task}.py"
-        checks.prepare(Request(task=str(file) if file.exists() else task, flags=texts, ranks=4 if kind is ranks else 1))
+        checks.prepare(Request(str(file) if file.exists() else task, flags=texts), ranks=4 if kind is ranks else 1)
     assert {task for task, *_ in asked} == tasks

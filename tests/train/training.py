@@ -70,7 +70,7 @@ class Engine:
         if "steps" in merged:
             del merged["epochs"]
         texts = {key: str(value) for key, value in merged.items() if value is not None}
-        prepared = checks.prepare(Request(task=str(task), flags=texts, ranks=ranks))
+        prepared = checks.prepare(Request(str(task), flags=texts), ranks=ranks)
         made = folders.create(self.station.runs, name, files=prepared.files, record=prepared.record)
         return self.train_run(made, ranks, script, fault)
 

@@ -25,8 +25,8 @@ from typing import Any
 from .. import screen
 from ..errors import EXIT_FAILED, EXIT_FINISHED, EXIT_REFUSED, EXIT_STOPPED, Refused, may_pass
 from ..launcher import agent, ranks_and_gpus, resumable
-from ..launcher.create_run import open_run
-from ..launcher.request import LaunchRequest
+from ..launcher.launches import NewRun, Resume
+from ..launcher.request import Launch
 from ..nodes import address
 from ..nodes.address import Place
 from ..run import folders, owner, run_folder, states
@@ -61,14 +61,14 @@ def main(beside: Path, stop: StopRequest) -> int:
             return EXIT_STOPPED
         if "KUBERNETES_SERVICE_HOST" in os.environ:
             owner.trust(run.folder)
-        launch = _launch_request(content, beside, run, cluster)
+        launch = _launch(content, beside, run, cluster)
         if launch is None:
             screen.remark(f"{run.name} has finished already")
             return EXIT_FINISHED
-        opened = open_run(launch, os.environ)
+        opened = launch.open(os.environ)
     except Exception as error:
         return _fail(beside, run, error)
-    for line in opened.warnings:
+    for line in opened.plan.warnings:
         screen.remark(f"warning: {line}")
     code = agent.keep(opened, stop)
     return 1 if code == EXIT_FAILED and opened.run.read()["state"] != states.FAILED else code
@@ -154,24 +154,23 @@ def _held_by_other(run: Run, content: dict[str, Any]) -> str:
     return ""
 
 
-def _launch_request(content: dict[str, Any], beside: Path, run: Run, cluster: dict[str, Any]) -> LaunchRequest | None:
+def _launch(content: dict[str, Any], beside: Path, run: Run, cluster: dict[str, Any]) -> Launch | None:
     """Return what this node has to do; None: the run has finished."""
     record = run.read() if (run.folder / "run.json").exists() else None
-    launch = LaunchRequest(
-        kind="new", runs=str(run.folder.parent), name=run.name, nproc=str(content["nproc"]), cluster=cluster,
-        max_restarts=content["max_restarts"], visible=os.environ.get(ranks_and_gpus.VISIBLE), queued=record is not None,
-        submission=content["id"],
+    common: dict[str, Any] = {
+        "runs": str(run.folder.parent), "name": run.name, "nproc": str(content["nproc"]), "cluster": cluster,
+        "max_restarts": content["max_restarts"], "visible": os.environ.get(ranks_and_gpus.VISIBLE),
+    }  # fmt: skip
+    if record is not None and record["total_steps"] is not None:  # an agent has checked the request already
+        if resumable.nothing_left(run, content["changes"]):
+            return None
+        return Resume(flags=content["changes"], **common)
+    files = [str(beside / file) if file else None for file in (content["config_file"], content["task_copy"])]
+    flags = merge_flags(content["flags"], content["changes"])
+    return NewRun(
+        content["task"], flags=flags, config_file=files[0],
+        copy=files[1], queued=record is not None, submission=content["id"], **common,
     )  # fmt: skip
-    if record is None or record["total_steps"] is None:  # no agent has checked the request yet
-        launch.request = {"task": content["task"]}
-        launch.request["flags"] = merge_flags(content["flags"], content["changes"])
-        for key, file in (("config_file", content["config_file"]), ("copy", content["task_copy"])):
-            launch.request[key] = str(beside / file) if file else None
-        return launch
-    if resumable.nothing_left(run, content["changes"]):
-        return None
-    launch.kind, launch.flags = "resume", content["changes"]
-    return launch
 
 
 def _fail(beside: Path, run: Run | None, error: BaseException) -> int:

@@ -14,7 +14,7 @@ from typing import Any
 from ..errors import EXIT_FINISHED, Refused
 from ..parallel.rank_env import is_under_torchrun
 from .completion_values import task_names
-from .options import add_target, check_now
+from .options import add_target, check_now, request_of
 from .parser import Parser, number
 
 SUBJECTS = {"checkpoint": 5, "collective": 20, "input": 10, "lr": 100, "scaling": 20}
@@ -111,11 +111,9 @@ def _own(options: Namespace, runs: Path) -> dict[str, Any]:
         case "lr":
             if options.task is None or options.to is None:
                 raise Refused("train bench lr needs a TASK and --to FILE.png; see: train bench --help")
-            request = {"task": options.task, "flags": options.flags, "config_file": options.config}
+            request = request_of(options)
             check_now(request, runs)
-            from ..launcher.request import Request
-
-            return {"request": Request(**request), "target": Path(options.to)}
+            return {"request": request, "target": Path(options.to)}
     from ..config import strategies
 
     ranks = [number("nproc", text, 1) or 1 for text in options.nproc.split(",")] if options.nproc is not None else []

@@ -35,8 +35,7 @@ def add_arguments(parser: Parser) -> None:
 def run(options: Namespace, runs: Path) -> int:
     """Start the new run inside tmux and print its name; with --follow, show it until it ends."""
     from .. import config
-    from ..launcher import tmux
-    from ..launcher.request import LaunchRequest
+    from ..launcher.launches import Fork
     from ..run import best, folders, owner
     from ..run.spec import spec_of
     from ..supervise import programs
@@ -56,12 +55,12 @@ def run(options: Namespace, runs: Path) -> int:
     name = options.new or folders.fresh_name(runs, of.name)
     folders.check_free(runs, name)
     before = None if options.gpus is not None else str(spec.nproc or record["world_size"])
-    launch = LaunchRequest(
-        kind="fork", runs=str(runs), name=name, request={"of": of.name, "step": step}, flags=options.flags,
-        nproc=options.nproc or before, gpus=options.gpus, max_restarts=restarts,
+    launch = Fork(
+        of.name, step, flags=options.flags,
+        runs=str(runs), name=name, nproc=options.nproc or before, gpus=options.gpus, max_restarts=restarts,
         keep_env=options.keep_env or [],
     )  # fmt: skip
-    warn(tmux.start(launch))
+    warn(launch.start())
     screen.remark(f"{name} continues from {of.name} after step {step}")
     print(name, flush=True)
     return follow(runs, name) if options.follow else EXIT_FINISHED

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from argparse import Namespace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .. import screen
 from ..errors import EXIT_FINISHED, Refused
 from .completion_values import words
 from .options import add_nodes, add_ranks, add_task, check_now, follow, nodes_of, request_of, warn
 from .parser import Parser, number
+
+if TYPE_CHECKING:
+    from ..launcher.request import Request
 
 EXAMPLES = {
     "train launch digits --name demo1 --nproc 2 --follow": (
@@ -40,8 +43,7 @@ def add_arguments(parser: Parser) -> None:
 
 def run(options: Namespace, runs: Path) -> int:
     """Start the run inside tmux and print its name; with --follow, show it until it ends."""
-    from ..launcher import tmux
-    from ..launcher.request import LaunchRequest, runs_of_node
+    from ..launcher.launches import NewRun, NewScript, runs_of_node
     from ..run import folders
 
     request, restarts = request_of(options), number("max-restarts", options.max_restarts)
@@ -52,20 +54,14 @@ def run(options: Namespace, runs: Path) -> int:
     name = options.name or folders.fresh_name(runs, Path(options.script or options.task).stem)
     runs = runs_of_node(runs, name, cluster=cluster, flags=options.flags, config_file=options.config)
     folders.check_free(runs, name)
-    launch = LaunchRequest(
-        kind="script" if options.script else "new",
-        runs=str(runs),
-        name=name,
-        request=request,
-        flags=options.flags if options.script else {},
-        script=[options.script, *options.arguments] if options.script else [],
-        nproc=options.nproc,
-        gpus=options.gpus,
-        max_restarts=restarts,
-        keep_env=options.keep_env or [],
-        cluster=cluster,
-    )
-    warn(tmux.start(launch))
+    common: dict[str, Any] = {
+        "runs": str(runs), "name": name, "nproc": options.nproc, "gpus": options.gpus, "max_restarts": restarts,
+        "keep_env": options.keep_env or [],
+    }  # fmt: skip
+    if options.script:
+        warn(NewScript(options.script, arguments=options.arguments, flags=options.flags, **common).start())
+    else:
+        warn(NewRun(**vars(request), cluster=cluster, **common).start())
     record = folders.find(runs, name).read()
     for line in (*record.get("init", ()), *filter(None, [record.get("precision_reason")])):
         screen.remark(line)
@@ -73,7 +69,7 @@ def run(options: Namespace, runs: Path) -> int:
     return follow(runs, name) if options.follow else EXIT_FINISHED
 
 
-def _check(options: Namespace, request: dict[str, Any], runs: Path) -> None:
+def _check(options: Namespace, request: Request, runs: Path) -> None:
     """Refuse options that exclude each other, and what can be found wrong without torch."""
     if (options.script is None) == (options.task is None):
         raise Refused("give a TASK, or --script FILE with its arguments after --; see: train launch --help")

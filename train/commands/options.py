@@ -17,6 +17,7 @@ from .completion_values import checkpoint_steps, run_names, task_names, words
 from .parser import Parser, decimal, number
 
 if TYPE_CHECKING:
+    from ..launcher.request import Request
     from ..run.run_folder import Run
 
 MOST_NODES = 10_000
@@ -164,19 +165,21 @@ def add_target(parser: Parser, *suffixes: str, required: bool = True, **kwargs: 
     parser.add_argument("--to", metavar="FILE", required=required, help=text, **kwargs)
 
 
-def request_of(options: Namespace) -> dict[str, Any]:
-    """Return the fields of a request.Request, without its ranks.
+def request_of(options: Namespace) -> Request:
+    """Return what to train.
 
     Raises:
         Refused: --name or --config is empty.
     """
     for option in ("name", "config"):
-        if getattr(options, option) == "":
+        if getattr(options, option, None) == "":
             raise Refused(f"--{option} is empty; give a value, or leave --{option} out")
-    return {"task": options.task, "flags": options.flags, "config_file": options.config}
+    from ..launcher.request import Request
+
+    return Request(options.task, flags=options.flags, config_file=options.config)
 
 
-def check_now(request: dict[str, Any], runs: Path | None, is_here: bool = True) -> None:
+def check_now(request: Request, runs: Path | None, is_here: bool = True) -> None:
     """Check what can be checked without torch: the name of the task, the values of the fields, and files.
 
     Args:
@@ -189,19 +192,19 @@ def check_now(request: dict[str, Any], runs: Path | None, is_here: bool = True) 
     """
     from .. import config, tasks
 
-    tasks.locate(request["task"])
-    config.check_flags(request["flags"])
-    file = config.read_toml(Path(request["config_file"])) if request["config_file"] is not None else {}
-    flags, init = request["flags"], file.get("init")
+    tasks.locate(request.task)
+    config.check_flags(request.flags)
+    file = config.read_toml(Path(request.config_file)) if request.config_file is not None else {}
+    flags, init = request.flags, file.get("init")
     init = flags.get("init.file") or (init.get("file") if isinstance(init, dict) else None)
-    if is_here and flags.get("data.root") and request["task"] in tasks.BUILT_IN:
+    if is_here and flags.get("data.root") and request.task in tasks.BUILT_IN:
         tasks.data_root(flags["data.root"])  # a user's own task may create the folder
     if not is_here:  # here the launch itself checks this
         from ..launcher import unused_fields
 
-        unused_fields.check_early(tasks.locate(request["task"]), request["flags"], request["config_file"])
+        unused_fields.check_early(tasks.locate(request.task), request.flags, request.config_file)
     if isinstance(init, str) and init:
-        request["flags"] = flags | {"init.file": str(_weights_at(init, runs)) if runs is not None else init}
+        request.flags = flags | {"init.file": str(_weights_at(init, runs)) if runs is not None else init}
 
 
 def _weights_at(text: str, runs: Path) -> Path:

@@ -67,8 +67,7 @@ def _resume(options: Namespace, runs: Path, name: str) -> Path | None:
         Refused: the run is running, or cannot be resumed with these options.
     """
     from ..cluster import jobs
-    from ..launcher import tmux
-    from ..launcher.request import LaunchRequest
+    from ..launcher.launches import Resume
     from ..launcher.resumable import check_flags, nothing_left
     from ..run import folders, owner
 
@@ -93,19 +92,18 @@ def _resume(options: Namespace, runs: Path, name: str) -> Path | None:
     cluster = nodes_of(options, before)
     if before and before["node"] and cluster is not None and not cluster.get("node"):
         raise Refused(f"{name} has its checkpoints on node 0, but this is node {before['node']}; resume it on node 0")
-    launch = LaunchRequest(
-        kind="resume", runs=str(runs), name=name, flags=options.flags, nproc=options.nproc, gpus=options.gpus,
-        cluster=cluster,
+    launch = Resume(
+        runs=str(runs), name=name, flags=options.flags, nproc=options.nproc, gpus=options.gpus, cluster=cluster,
         max_restarts=number("max-restarts", options.max_restarts), keep_env=options.keep_env or [],
     )  # fmt: skip
-    warn(tmux.start(launch))
+    warn(launch.start())
     screen.say(name, sys.stdout)
     return runs
 
 
 def _check_submitted(options: Namespace, name: str) -> None:
     """Refuse options that would change the shape of a submitted run."""
-    for option in ("nproc", "gpus", "nnodes", "node_rank", "rendezvous", "wait_minutes", "max_restarts", "keep_env"):
+    for option in ("nproc", "gpus", "nnodes", "node_rank", "rendezvous", "wait_minutes", "max_restarts"):
         if getattr(options, option) is not None:
             flag = option.replace("_", "-")
             raise Refused(

@@ -35,5 +35,10 @@ def run(options: Namespace, runs: Path) -> int:
         folders.check_free(runs, options.name)
     check_now(request, runs)
     from ..launcher import foreground
+    from ..launcher.launches import NewRun
 
-    return foreground.run(runs, options.name, request=request, spawn=spawn)
+    new = NewRun(
+        **vars(request),
+        runs=str(runs), name=options.name or "", nproc=str(spawn or 1),
+    )  # fmt: skip
+    return foreground.run(new, is_spawned=spawn is not None)

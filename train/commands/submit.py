@@ -85,9 +85,15 @@ def _submission(options: Namespace, runs: Path) -> Submission:
         raise Refused("give --gpus-per-node G, or --nproc N for ranks on CPUs")
     if gpus and nproc > gpus:
         raise Refused(f"--nproc {nproc} is more than the {gpus} GPUs of a node; give at most {gpus}")
-    request |= {"engine": options.on, "runs": runs, "name": name, "gpus_per_node": gpus, "nproc": nproc}
     return Submission(
-        **request,
+        task=request.task,
+        flags=request.flags,
+        config_file=request.config_file,
+        engine=options.on,
+        runs=runs,
+        name=name,
+        gpus_per_node=gpus,
+        nproc=nproc,
         nodes=number("nodes", options.nodes, 1, MOST_NODES) or 1,
         seconds=seconds_of(options.time) if options.time is not None else None,
         warn=number("warn", options.warn, 1) or 120,

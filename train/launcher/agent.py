@@ -1,4 +1,4 @@
-"""The agent, the process inside tmux: reads the launch request, opens the run, answers the caller, runs the ranks.
+"""The agent, the process inside tmux: reads the launch, opens the run, answers the caller, runs the ranks.
 
     python -P …/train/module_runner.py train.launcher.agent FOLDER_OF_THE_REQUEST [entered]
 
@@ -19,13 +19,11 @@ from typing import TYPE_CHECKING, Any
 
 from .. import module_runner
 from ..errors import EXIT_FAILED, EXIT_REFUSED, Refused, one_line
-from ..run import durable, folders, states
-from ..run.run_folder import Lock, Run
-from ..signals import KEEPER, USER, StopRequest, leave
+from ..run import durable
+from ..signals import StopRequest, leave
 
 if TYPE_CHECKING:
-    from .create_run import OpenedRun
-    from .request import LaunchRequest
+    from .request import OpenedRun
 
 _OF_PANE = ("TMUX", "TMUX_PANE", "TERM")
 """Variables that belong to the terminal."""
@@ -40,21 +38,20 @@ def main() -> None:
         _take_environment(content["env"])
     (folder / "request.json").unlink(missing_ok=True)  # it holds secrets, which must not stay if the launch is killed
     _never_wait_for_terminal()
-    from .create_run import open_run
-    from .request import LaunchRequest
+    from . import launches
 
     stop = StopRequest()
     signal.signal(signal.SIGHUP, _leave)  # until the run exists; then create_run.py ignores the terminal's end
-    launch = LaunchRequest(**content["launch"])
+    launch = launches.from_json(content["launch"])
     try:
-        opened = open_run(launch, content["env"])
-        if not opened.run.read().get("cluster"):  # other machines know it by its path
+        opened = launch.open(content["env"])
+        if opened.spec.cluster is None:  # other machines know it by its path
             opened.run = opened.run.held()
     except BaseException as error:
         _answer(folder, {"refused": error_line(error)})
         sys.exit(EXIT_REFUSED if isinstance(error, Refused) else 1)
-    if not _answer(folder, {"warnings": opened.warnings}):
-        undo(launch, opened.run, opened.lock)
+    if not _answer(folder, {"warnings": opened.plan.warnings}):
+        launch.undo(opened.run, opened.lock)
         sys.exit(EXIT_REFUSED)
     leave(keep(opened, stop))
 
@@ -104,31 +101,17 @@ def _answer(folder: Path, answer: dict[str, Any]) -> bool:
     return True
 
 
-def undo(launch: LaunchRequest, run: Run, lock: Lock) -> None:
-    """Remove a run whose launch was withdrawn; mark a run as stopped if its resume was withdrawn."""
-    from ..supervise import attempts
-
-    if launch.kind == "resume":
-        by = KEEPER if launch.by_keeper else USER
-        attempts.record_end(run, states.STOPPED, reason="stopped (its resume was interrupted)", by=by)
-    lock.release()
-    if launch.kind != "resume":
-        folders.remove(run)
-
-
 def keep(opened: OpenedRun, stop: StopRequest) -> int:
     """Run the ranks until the run ends, and show its progress on the terminal. Returns the exit code."""
     from ..nodes.multi_node import MultiNodeSupervisor
-    from ..nodes.nodes import Nodes, settings_of
-    from ..run.spec import read_spec
+    from ..nodes.nodes import Nodes, Settings
     from ..supervise import programs
     from ..supervise.attempts import Supervisor
     from ..supervise.decide import LaunchMode
     from .live_view import LiveView
     from .tmux import note_move
 
-    run, record, place = opened.run, opened.run.read(), opened.run.path
-    spec = read_spec(run)
+    run, spec, place = opened.run, opened.spec, opened.run.path
     program = programs.of(spec)
     view = LiveView(run, sys.stderr, show_log=program.shows_log)
 
@@ -145,15 +128,10 @@ def keep(opened: OpenedRun, stop: StopRequest) -> int:
             view.say(text)
 
     try:
-        settings = settings_of(record)
-        nodes = (
-            Nodes(run, spec, nproc=opened.ranks, settings=settings, listening=opened.listening)
-            if settings is not None
-            else None
-        )
-        ranks = program.ranks(
-            run, spec=spec, lock=opened.lock, count=opened.ranks, zygote=opened.zygote, nodes=nodes, say=say
-        )
+        count, nodes = opened.plan.ranks, None
+        if spec.cluster is not None:
+            nodes = Nodes(run, spec, nproc=count, settings=Settings(**spec.cluster), listening=opened.listening)
+        ranks = program.ranks(run, spec=spec, lock=opened.lock, count=count, zygote=opened.zygote, nodes=nodes, say=say)
         if nodes is not None:
             code = MultiNodeSupervisor(run, spec, ranks=ranks, stop=stop, show=show, say=say, nodes=nodes).keep()
         else:

@@ -43,7 +43,7 @@ _SLOTS = 2
 """Micro batches per rank and step: the second one adds to existing gradients."""
 
 
-def find(request: Request, config: Config) -> tuple[int, str]:
+def find(request: Request, config: Config, ranks: int) -> tuple[int, str]:
     """Return the configured micro batch size, halved until it fits in memory on all ranks of this machine, and why.
 
     Raises:
@@ -53,8 +53,8 @@ def find(request: Request, config: Config) -> tuple[int, str]:
 
     flat = configuration.to_flat(config)
     if config.parallel.shard_size is not None:  # only the ranks of this machine take part
-        flat["parallel.shard_size"] = math.gcd(config.parallel.shard_size, request.ranks)
-    attempt = {"task": request.task, "copy": request.copy, "ranks": request.ranks}
+        flat["parallel.shard_size"] = math.gcd(config.parallel.shard_size, ranks)
+    attempt = {"task": request.task, "copy": request.copy, "ranks": ranks}
     size, reason = flat["micro_batch_size"], "batch_size / ranks fits"
     while why := _try(attempt | {"config": flat | {"micro_batch_size": size}}):
         if size == 1:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -33,25 +33,12 @@ from ..tasks import Task
 from ..trainer import trace
 from ..trainer.loggers import wandb
 from . import batch_norm, deterministic, provenance, unused_fields
-from .request import Request, resolve
+from .request import ALONE, Plan, Request, resolve
 from .task_source import of_task, unused_warning
 from .unused_fields import Asked, asked, of_no_use
 
 METRICS = ("checkpoint.best", "early_stopping.metric")
 """Fields that name a metric of the evaluations."""
-
-
-@dataclasses.dataclass
-class Prepared:
-    """A run that has passed every check, with the content of its folder."""
-
-    task: Task
-    config: Config
-    files: dict[str, str | bytes]
-    record: dict[str, Any]
-    copies: dict[str, Path] = dataclasses.field(default_factory=dict)
-    """Files to copy from the forked run."""
-    warnings: list[str] = dataclasses.field(default_factory=list)
 
 
 @dataclasses.dataclass
@@ -71,25 +58,37 @@ class _Checked:
     warnings: list[str]
 
 
-def prepare(request: Request) -> Prepared:
+def prepare(
+    request: Request,
+    *,
+    ranks: int = 1,
+    nodes: range = ALONE,
+    elsewhere: Callable[[], list[list[gpus.Card]]] = list,
+) -> Plan:
     """Check a new run from its flags to its data, and choose the values that its user left open.
+
+    Args:
+        ranks: Number of ranks on each machine.
+        nodes: Possible numbers of machines.
+        elsewhere: Under torchrun on several machines: returns the GPUs of each other rank's machine; an empty list:
+            unknown.
 
     Raises:
         Refused: the run is not possible as requested.
     """
     task, config = resolve(request)
     warnings: list[str] = []
-    ranks, everywhere = request.ranks, request.ranks * request.nodes[-1]
+    everywhere = ranks * nodes[-1]
     chosen = [name for name in ("micro_batch_size", "cpu_threads") if getattr(config, name) in (None, "auto")]
     is_searched = config.micro_batch_size == "auto"
     if is_searched and config.data.on_device:
         raise Refused("--micro_batch_size auto leaves no GPU memory for --data.on_device true; give a number")
-    cut_batch(config, ranks, request.nodes)
+    cut_batch(config, ranks, nodes)
     beside = Path(request.task).absolute().parent
     source = of_task(task.file, beside)
     if not task.is_built_in:
         warnings += unused_warning(source, Path(request.task))
-    precision_reason = choose_precision(config, request)
+    precision_reason = choose_precision(config, ranks, elsewhere)
     found = check_run(task, config, ranks, everywhere, asked(source, request.flags, request.config_file, task))
     warnings += found.warnings
     model, device = check_model(task, config, everywhere, found.precision), found.precision.device
@@ -102,7 +101,7 @@ def prepare(request: Request) -> Prepared:
     if is_searched:
         from . import batch_size
 
-        config.micro_batch_size, micro_reason = batch_size.find(request, config)
+        config.micro_batch_size, micro_reason = batch_size.find(request, config, ranks)
         check_sync_batchnorm(config, device, everywhere, len(found.train_set))
     if config.cpu_threads is None:
         config.cpu_threads, threads_reason = cores.default_threads(ranks, device, model)
@@ -131,7 +130,7 @@ def prepare(request: Request) -> Prepared:
     warnings += [*_of_hidden(fingerprint.hidden_in(data)), *(f"not exact: {line}" for line in record["not_exact"])]
     batch_norm.check(task, config, found.train_set, lambda: model, everywhere, range(found.total))
     deterministic.check(task, config, device, found.train_set, model)  # last: it takes the model's values
-    return Prepared(task, config, files, record, warnings=warnings)
+    return Plan(files=files, record=record, warnings=warnings, ranks=ranks, task=task, config=config)
 
 
 def _of_hidden(names: list[str]) -> list[str]:
@@ -187,12 +186,12 @@ def check_run(task: Task, config: Config, local: int, ranks: int, asked: Asked) 
     return _Checked(precision, cards, train_set, eval_sets, total, problem, warnings)
 
 
-def choose_precision(config: Config, request: Request) -> str:
+def choose_precision(config: Config, ranks: int, elsewhere: Callable[[], list[list[gpus.Card]]]) -> str:
     """Write the precision that `auto` stands for into a new run's configuration. Returns a line about it, or ''."""
     if config.precision != "auto":
         return ""
-    device = pick_device(config, request.ranks, 0)
-    known = [gpus.of_ranks(request.ranks), *request.elsewhere()] if device.type == "cuda" else []
+    device = pick_device(config, ranks, 0)
+    known = [gpus.of_ranks(ranks), *elsewhere()] if device.type == "cuda" else []
     cards = [card for found in known for card in found] if all(known) else []
     config.precision, reason = auto(device, cards)  # type: ignore[assignment]
     return reason

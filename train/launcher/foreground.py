@@ -11,6 +11,7 @@ import signal
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,47 +27,47 @@ from ..supervise.attempts import Supervisor, supervise_alone
 from ..supervise.decide import LaunchMode
 from ..supervise.ranks import TaskRanks
 from .create_run import check_in_fork
-from .request import ALONE, LaunchRequest, Request
+from .launches import NewRun
+from .request import ALONE, Plan
 
 _HEARD = 10.0
 """Seconds the other ranks get to read that the run is refused."""
 
 
-def run(runs: Path, name: str | None, *, request: dict[str, Any], spawn: int | None) -> int:
+def run(new: NewRun, is_spawned: bool) -> int:
     """Train in the foreground. Returns the exit code.
 
     Args:
-        request: a Request without its ranks.
+        new: The run. Its name may be '': then a fresh one is chosen.
+        is_spawned: Whether the user gave a number of ranks.
 
     Raises:
-        Refused: the request is wrong; nothing has been created.
+        Refused: the launch is not possible; nothing has been created.
     """
     if is_under_torchrun():
-        if spawn is not None:
+        if is_spawned:
             raise Refused("torchrun has started the ranks already; leave out --spawn")
-        return _under_torchrun(runs, name, Request(**request))
-    launch = LaunchRequest(kind="new", runs=str(runs), name=name or "", request=request, nproc=str(spawn or 1))
-    zygote, checked = check_in_fork(launch)
-    name = name or folders.fresh_name(runs, Path(request["task"]).stem)
-    made = folders.create(
-        runs, name, files=_with_environment(checked.files, checked.record), record=checked.record
-    ).held()
+        return _under_torchrun(new)
+    zygote, plan = check_in_fork(new)
+    made = _create(new, plan, plan.record).held()
     lock = made.acquire()
     assert lock is not None  # the folder is new
     stop = StopRequest((*POLITE, signal.SIGHUP))
     spec = read_spec(made)
-    ranks = TaskRanks(made, spec, lock=lock, count=checked.ranks, zygote=zygote, is_foreground=True)
+    ranks = TaskRanks(made, spec, lock=lock, count=plan.ranks, zygote=zygote, is_foreground=True)
     code = Supervisor(run=made, spec=spec, ranks=ranks, mode=LaunchMode.FOREGROUND, stop=stop).keep()
     zygote.close()
     return code
 
 
-def _with_environment(files: dict[str, str | bytes], record: dict[str, Any]) -> dict[str, str | bytes]:
+def _create(new: NewRun, plan: Plan, record: dict[str, Any]) -> Run:
+    runs = Path(new.runs)
     saved = environment.keep(os.environ, imports.python_files(record))
-    return files | {environment.FILE: environment.to_json(saved)}
+    files = plan.files | {environment.FILE: environment.to_json(saved)}
+    return folders.create(runs, new.name or folders.fresh_name(runs, Path(new.task).stem), files=files, record=record)
 
 
-def _under_torchrun(runs: Path, name: str | None, request: Request) -> int:
+def _under_torchrun(new: NewRun) -> int:
     """Train as one rank of a torchrun.
 
     Exits with 0 whenever a restart would not help, because torchrun restarts ranks with any other exit code. run.json
@@ -96,10 +97,10 @@ def _under_torchrun(runs: Path, name: str | None, request: Request) -> int:
         leave(_rank_of_torchrun(made, spec, received["attempt"], rank_env, StopRequest())[1])
     code = 1
     try:
-        request.ranks, request.nodes = shape(rank_env)
-        if rank_env.size > rank_env.local_size:
-            request.elsewhere = functools.partial(cards_of, store, rank_env.size)
-        made, _held = open_under_torchrun(runs, name, request)
+        ranks, nodes = shape(rank_env)
+        is_elsewhere = rank_env.size > rank_env.local_size
+        elsewhere = functools.partial(cards_of, store, rank_env.size) if is_elsewhere else list
+        made, _held = open_under_torchrun(new, ranks=ranks, nodes=nodes, elsewhere=elsewhere)
         spec, stop = read_spec(made), StopRequest()
 
         def rank(attempt: int) -> Outcome:
@@ -163,20 +164,26 @@ def _rank_of_torchrun(made: Run, spec: Spec, attempt: int, rank_env: RankEnv, st
     return end, exit_code(logs, rank_env, end)
 
 
-def open_under_torchrun(runs: Path, name: str | None, request: Request) -> tuple[Run, Lock]:
+def open_under_torchrun(
+    new: NewRun,
+    *,
+    ranks: int = 1,
+    nodes: range = ALONE,
+    elsewhere: Callable[[], list[list[gpus.Card]]] = list,
+) -> tuple[Run, Lock]:
     """Create the run, or find it again after torchrun has restarted this process."""
     from .checks import prepare
 
     job = f"{os.environ.get('TORCHELASTIC_RUN_ID', 'none')}/{os.getppid()}"
     made: Run | None = None
+    runs = Path(new.runs)
     if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0:
-        names = [name] if name else [run.name for run in folders.every(runs)]
+        names = [new.name] if new.name else [run.name for run in folders.every(runs)]
         ours = (one for one in names if folders.record_of(runs, one).get("torchelastic") == job)
         made = next((Run(runs / one) for one in ours), None)
     if made is None:
-        found = prepare(request)
-        record, files = found.record | {"torchelastic": job}, _with_environment(found.files, found.record)
-        made = folders.create(runs, name or folders.fresh_name(runs, found.task.file.stem), files=files, record=record)
+        plan = prepare(new, ranks=ranks, nodes=nodes, elsewhere=elsewhere)
+        made = _create(new, plan, plan.record | {"torchelastic": job})
     lock = made.acquire(patience=30.0)  # the ranks of the attempt before may still be ending
     if lock is None:
         raise Refused(f"{made.name} is running; see: train show {made.name}")

@@ -26,8 +26,7 @@ from ..tasks import Task
 from ..trainer import early_stopping
 from ..trainer.load import cpu_precision
 from . import batch_norm, checks, deterministic, provenance, rate_change
-from .checks import Prepared
-from .request import ALONE
+from .request import ALONE, Plan
 from .resume import check_data
 from .task_source import of_run
 from .unused_fields import asked, of_no_use
@@ -42,7 +41,7 @@ _PLAIN = (bool, int, float, str, list, tuple, type(None))
 """Types of an optimizer's arguments that can be compared."""
 
 
-def prepare_fork(run: Run, step: int, flags: dict[str, str], ranks: int) -> Prepared:
+def prepare_fork(run: Run, step: int, flags: dict[str, str], ranks: int) -> Plan:
     """Check a new run that continues from a checkpoint of this one, with these changes.
 
     Raises:
@@ -110,7 +109,7 @@ def prepare_fork(run: Run, step: int, flags: dict[str, str], ranks: int) -> Prep
         "gathers_products": True,
     }  # fmt: skip
     warnings += [f"not exact: {line}" for line in made["not_exact"]]
-    return Prepared(task, config, files, made, copies, warnings)
+    return Plan(files=files, record=made, copies=copies, warnings=warnings, ranks=ranks)
 
 
 def _changed(run: Run, step: int, task: Task, model: nn.Module, before: Config, after: Config) -> set[str]:

@@ -24,7 +24,7 @@ from ..run.run_folder import Run
 from ..supervise import programs
 from ..zygote import client as zygote
 from . import resumable, stopping, tmux
-from .request import LaunchRequest
+from .launches import Resume
 
 LOOK_EVERY = 2.0
 """Seconds between two looks at the runs."""
@@ -186,8 +186,8 @@ def _resume_if_interrupted(run: Run, tell: _Log, ended: threading.Event) -> None
     if ended.is_set() or not is_wanted:
         return
     owner.opened(run)
-    launch = LaunchRequest(kind="resume", runs=str(run.folder.parent), name=run.name, by_keeper=True)
-    for line in tmux.start(launch, ended.is_set):
+    launch = Resume(runs=str(run.folder.parent), name=run.name, by_keeper=True)
+    for line in launch.start(ended.is_set):
         tell(run, f"warning: {line}")
     with contextlib.suppress(Refused):
         record = run.read()

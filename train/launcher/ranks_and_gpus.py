@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 
 from ..errors import Refused, is_whole, whole
 from ..gpus import VISIBLE, number_by_bus
 from ..run import environment
+from ..run.record import Record
 from ..run.run_folder import Run
-from .request import LaunchRequest
 
 MOST_RANKS = 4096
 """Maximum number of ranks on one machine."""
@@ -43,30 +42,41 @@ def count_ranks(nproc: str | None, gpus: str | None, cpu_only: bool = False) -> 
     return whole(nproc), visible
 
 
-def choose(launch: LaunchRequest) -> tuple[int, str | None]:
+def choose(nproc: str | None, gpus: str | None, cpu_only: bool = False) -> tuple[int, str | None]:
     """Return the number of ranks on this machine and the GPUs they see (None: all). This process then sees them too.
 
     Raises:
         Refused: as in count_ranks.
     """
-    nproc = launch.nproc
-    if launch.kind == "resume":
-        run = Run(Path(launch.runs) / launch.name)
-        record, before = run.read(), environment.read(run.folder)
-        saved = before.values.get(VISIBLE) if before is not None else None
-        # a resume may change the GPUs: by --gpus, whose ids are relative to the GPUs that the caller sees, or by
-        # CUDA_VISIBLE_DEVICES, if it differs from the value at the start of the run; else they stay as they were
-        if launch.gpus is not None or (launch.visible is not None and launch.visible != saved):
-            see(launch.visible)
-        else:
-            see(record.get("gpus") or os.environ.get(VISIBLE))
-        if nproc is None and launch.gpus is None:
-            nproc = str(record.get("nproc") or record["world_size"])
-    is_on_cpu = launch.request.get("flags", {}).get("device") == "cpu"
-    ranks, visible = count_ranks(nproc, launch.gpus, is_on_cpu)
+    ranks, visible = count_ranks(nproc, gpus, cpu_only)
     if visible is not None:
         see(visible)
     return ranks, os.environ.get(VISIBLE)
+
+
+def choose_again(
+    run: Run, record: Record, *, nproc: str | None, gpus: str | None, now: str | None
+) -> tuple[int, str | None]:
+    """Return what `choose` returns, for a resume: the ranks and GPUs of before, unless the user changes them.
+
+    The user changes GPUs by --gpus, whose ids are relative to the GPUs that the caller sees, or by
+    CUDA_VISIBLE_DEVICES, if it differs from the value at the start of the run.
+
+    Args:
+        now: CUDA_VISIBLE_DEVICES of the calling shell; None: not set, or the keeper resumes.
+
+    Raises:
+        Refused: as in count_ranks.
+    """
+    before = environment.read(run.folder)
+    saved = before.values.get(VISIBLE) if before is not None else None
+    if gpus is not None or (now is not None and now != saved):
+        see(now)
+    else:
+        see(record.get("gpus") or os.environ.get(VISIBLE))
+    if nproc is None and gpus is None:
+        nproc = str(record.get("nproc") or record["world_size"])
+    return choose(nproc, gpus)
 
 
 def see(visible: str | None) -> None:

@@ -1,20 +1,26 @@
-"""The requests for a run and for its launch, and the task and configuration they resolve to.
+"""What a launch is made of: the request for a task, the plan that the checks give, and what every launch answers.
 
-Imports torch and pydantic only when a request is resolved: the agent reads its request before it needs them.
+Imports torch and pydantic only when a request is resolved: the agent reads its launch before it needs them. The
+launches themselves are in launches.py.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-from collections.abc import Callable
+import os
+import socket
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .. import gpus
-from ..errors import Refused
-from ..run import folders
+from .. import hash_seed
+from ..gpus import VISIBLE
+from ..run.record import Record
+from ..run.run_folder import Lock, Run
+from ..run.spec import Spec
 from ..tasks import Task, load
+from ..zygote.client import Zygote
 
 if TYPE_CHECKING:
     from ..config import Config
@@ -23,81 +29,144 @@ ALONE = range(1, 2)
 """The numbers of machines of a run on one machine."""
 
 
-@dataclasses.dataclass(kw_only=True)
+@dataclasses.dataclass
 class Request:
-    """What the user asked for, as text. `train launch` sends it to the process that imports torch."""
+    """What to train.
+
+    Args:
+        task: Name of a built-in task, or path of a task's file.
+        flags: Maps config fields to values, as text. They win over `config_file`.
+        config_file: A TOML file with config fields.
+        copy: A copy of the task's file, made at submission. Modules beside the original are still found.
+    """
 
     task: str
-    flags: dict[str, str]
+    _: dataclasses.KW_ONLY
+    flags: dict[str, str] = dataclasses.field(default_factory=dict)
     config_file: str | None = None
-    ranks: int = 1
-    """Number of ranks on each machine."""
-    nodes: range = ALONE
-    """Possible numbers of machines."""
     copy: str | None = None
-    """Copy of the task's file, made at submission. Modules beside the original are still found."""
-    elsewhere: Callable[[], list[list[gpus.Card]]] = list
-    """Under torchrun on several machines: returns the GPUs of each other rank's machine; an empty list: unknown."""
 
 
 @dataclasses.dataclass(kw_only=True)
-class LaunchRequest:
-    """What the agent is to do, in types that JSON has."""
+class Plan:
+    """What a launch that has passed every check is going to do.
 
-    kind: str
-    """new, script, resume or fork"""
-    runs: str
-    name: str
-    request: dict[str, Any] = dataclasses.field(default_factory=dict)
-    """For new: a Request without its ranks. For fork: the forked run (`of`) and the `step` of its checkpoint."""
-    flags: dict[str, str] = dataclasses.field(default_factory=dict)
-    """For resume and fork: the fields that change. For script: its watch.* fields."""
-    script: list[str] = dataclasses.field(default_factory=list)
-    """For script: the file and its arguments."""
+    Args:
+        files: Files to write into the run folder.
+        record: Fields of run.json.
+        copies: Maps a path in the run folder to the file or folder that is copied there.
+        warnings: What the user should know, one line each.
+        ranks: Number of ranks on this machine.
+        visible: The GPUs that the ranks see, as in CUDA_VISIBLE_DEVICES; None: all.
+        task, config: What was checked. Known only in the process that has checked it, because their classes may be
+            the task's own.
+    """
+
+    files: dict[str, str | bytes]
+    record: dict[str, Any]
+    copies: dict[str, Path] = dataclasses.field(default_factory=dict)
+    warnings: list[str] = dataclasses.field(default_factory=list)
+    ranks: int = 1
+    visible: str | None = None
+    task: Any = None
+    config: Any = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"task": None, "config": None}
+
+
+@dataclasses.dataclass(kw_only=True)
+class OpenedRun:
+    """A run that is ready to start: checked, created or found, its lock held.
+
+    Args:
+        zygote: The process from which the ranks are forked.
+        listening: On node 0 of several machines: the socket to which the other nodes connect.
+    """
+
+    run: Run
+    spec: Spec
+    lock: Lock
+    plan: Plan
+    zygote: Zygote
+    listening: socket.socket | None = None
+
+
+@dataclasses.dataclass(kw_only=True)
+class Launch(ABC):
+    """What every launch has, in types that JSON has.
+
+    Args:
+        runs: Folder of the runs.
+        name: Name of the run.
+        nproc: Number of ranks on this machine, or `auto` (one per GPU), as text. None: one per GPU of `gpus`, else 1.
+        gpus: A number of GPUs, or their ids with a comma (`0,1` or `2,`). None: all that are visible.
+        max_restarts: Maximum number of restarts in a row without progress. None: the program's default.
+        keep_env: Names of more environment variables to keep for resumes.
+        visible: CUDA_VISIBLE_DEVICES of the calling shell; None: not set, or the keeper resumes.
+    """
+
+    runs: str = ""
+    name: str = ""
     nproc: str | None = None
     gpus: str | None = None
     max_restarts: int | None = None
     keep_env: list[str] = dataclasses.field(default_factory=list)
-    """Names of more environment variables to keep for resumes."""
     visible: str | None = None
-    """CUDA_VISIBLE_DEVICES of the calling shell; None: not set, or the keeper resumes."""
-    cluster: dict[str, Any] | None = None
-    """For several machines: nodes.Settings. For resume: None keeps the machines, {} uses only this one."""
-    queued: bool = False
-    """For new: the folder exists already, made by `train submit`; see cluster/node_agent.py."""
-    submission: str | None = None
-    """For new: the id of the submission."""
-    by_keeper: bool = False
-    """For resume: the keeper asks, so check again that the run should resume once its lock is held."""
+
+    @abstractmethod
+    def check(self) -> Plan:
+        """Check everything and choose what was left open. Creates and changes nothing; imports torch for a task.
+
+        Raises:
+            Refused: the launch is not possible.
+        """
+
+    @abstractmethod
+    def open(self, environ: Mapping[str, str]) -> OpenedRun:
+        """Check the launch, create or find its run and take the lock. Called in the agent.
+
+        Args:
+            environ: The environment of the launch, of which a part is kept with the run.
+
+        Raises:
+            Refused: the launch is not possible; nothing has been created or changed.
+        """
+
+    @property
+    def run(self) -> Run:
+        """The run folder, which may not exist yet."""
+        return Run(Path(self.runs) / self.name)
+
+    def machines(self, record: Record | None = None) -> Mapping[str, Any] | None:
+        """Return the machines of the run as nodes.Settings; None: this machine alone."""
+        return None
+
+    def environ(self) -> tuple[dict[str, str], list[str]]:
+        """Return the environment of the run, made from that of the caller, and warnings."""
+        self.visible = os.environ.get(VISIBLE)
+        return hash_seed.with_seed(os.environ), []
+
+    def has_ended(self) -> bool:
+        """Whether a session of this name belongs to a run that has ended, so that the session is about to end too."""
+        return False
+
+    @abstractmethod
+    def undo(self, run: Run, lock: Lock) -> None:
+        """Undo in the agent what `open` has done, because the caller has withdrawn the launch."""
+
+    @abstractmethod
+    def stop(self) -> None:
+        """Undo in the caller what the agent has done and answered already."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the launch as an object of JSON."""
+        return {"launch": type(self).__name__, **dataclasses.asdict(self)}
 
 
-def runs_of_node(
-    runs: Path, name: str, *, cluster: dict[str, Any] | None, flags: dict[str, str], config_file: str | None
-) -> Path:
-    """Return the folder in which a node keeps its part of a new run: --runs itself, or a subfolder if nodes share it.
-
-    Raises:
-        Refused: another node of the run has its folder in the place of node 0's.
-    """
-    from .. import config as configuration
-
-    if not cluster:
-        return runs
-    there = folders.record_of(runs, name).get("cluster")
-    other = there["node"] if there and there["rendezvous"] == cluster["rendezvous"] else None
-    if cluster["node"] == 0:
-        if other:
-            raise Refused(
-                f"{runs / name} belongs to node {other}; give each machine its own --runs, or, if they share it, "
-                "launch node 0 first"
-            )
-        return runs
-    strategy = flags.get("parallel.strategy")
-    if strategy is None and config_file is not None:
-        with contextlib.suppress(Refused):  # a later check reports the problem
-            strategy = configuration.flatten(configuration.read_toml(Path(config_file))).get("parallel.strategy")
-    is_shared = configuration.strategies.of(strategy).needs_shared_disk or other == 0
-    return folders.of_node(runs, cluster["node"]) if is_shared else runs
+def numbers_of(machines: Mapping[str, Any] | None) -> range:
+    """Return the possible numbers of machines."""
+    return range(machines["least"], machines["most"] + 1) if machines else ALONE
 
 
 def resolve(request: Request) -> tuple[Task, Config]:

@@ -10,35 +10,36 @@ from ..errors import Refused
 from ..gpus import seen_here
 from ..run import imports, owner
 from ..run.run_folder import Run
-from ..run.spec import spec_of
+from ..run.spec import read_spec
 from ..supervise import programs
 from . import provenance
-from .request import LaunchRequest
 
 
-def check(launch: LaunchRequest, run: Run | None) -> tuple[dict[str, Any], list[str]]:
-    """Check a script and its limits, for a new run or a resumed one.
-
-    Returns:
-        Fields of run.json, and warnings.
+def check(script: str, arguments: list[str], flags: dict[str, str]) -> dict[str, Any]:
+    """Check a new script and its limits. Returns fields of run.json.
 
     Raises:
         Refused: the file cannot be read, or a field is not for scripts.
     """
-    watch = watch_flags(launch.flags)
-    if run is not None:
-        record = run.read()
-        check_readable(Path(record["script"]), f"{run.name} runs", "; put it back")
-        return {"watch": (record.get("watch") or {}) | watch}, programs.SCRIPT.edited(spec_of(record, {}), run.name)
-    path = Path(launch.script[0]).absolute()
+    watch, path = watch_flags(flags), Path(script).absolute()
     check_readable(path, "--script")
     needed = imports.read(path, path.resolve().parent).record()
     files = {str(path): imports.digest(path)} | needed["task_imports"] | needed["task_watched"]
-    fields = {
-        "watch": watch, "script": str(path), "script_arguments": launch.script[1:], "script_files": files,
+    return {
+        "watch": watch, "script": str(path), "script_arguments": arguments, "script_files": files,
         "cwd": os.getcwd(), "versions": provenance.versions(seen_here()),
     }  # fmt: skip
-    return fields, []
+
+
+def check_again(run: Run, flags: dict[str, str]) -> tuple[dict[str, Any], list[str]]:
+    """Check a script that is started again. Returns fields of run.json, and a warning for each file that has changed.
+
+    Raises:
+        Refused: the file cannot be read any more, or a field is not for scripts.
+    """
+    watch, spec = watch_flags(flags), read_spec(run)
+    check_readable(Path(spec.script), f"{run.name} runs", "; put it back")
+    return {"watch": dict(spec.watch) | watch}, programs.SCRIPT.edited(spec, run.name)
 
 
 def check_readable(path: Path, what: str, remedy: str = "") -> None:

@@ -8,7 +8,6 @@ server hands out that of its first client, and every user can read a process's a
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import hashlib
 import json
 import os
@@ -23,14 +22,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from .. import hash_seed, module_runner
+from .. import module_runner
 from ..errors import Refused
-from ..run import environment, folders, owner, ownership
+from ..run import environment, folders, ownership
 from ..run.record import Record
 from ..run.run_folder import Run
-from ..run.states import FOR_KEEPER, NOW
 from ..zygote import client as zygote
-from .request import LaunchRequest
+from .request import Launch
 
 _TRIES = 50
 """Maximum number of tries to start a session, ten per second."""
@@ -101,7 +99,7 @@ def _end_session(runs: Path, session: str) -> None:
         os.close(held)
 
 
-def start(launch: LaunchRequest, cancelled: Callable[[], bool] = lambda: False) -> list[str]:
+def start(launch: Launch, cancelled: Callable[[], bool] = lambda: False) -> list[str]:
     """Start the session and wait until the agent has recorded the run, or until `cancelled`. Returns warnings.
 
     Raises:
@@ -113,16 +111,14 @@ def start(launch: LaunchRequest, cancelled: Callable[[], bool] = lambda: False) 
     folder = Path(tempfile.mkdtemp(prefix="train-launch-"))
     began = done = False
     try:
-        launch.visible = None if launch.by_keeper else os.environ.get("CUDA_VISIBLE_DEVICES")
-        environ, differences = _environment(launch)
-        content = {"launch": dataclasses.asdict(launch), "env": environ, "cwd": os.getcwd()}
+        environ, differences = launch.environ()
+        content = {"launch": launch.to_json(), "env": environ, "cwd": os.getcwd()}
         request = folder / "request.json"
         request.touch(mode=0o600)
         request.write_text(json.dumps(content), encoding="utf-8")
         began = not _has_session(runs, session)  # set before: Ctrl-C may come while tmux starts it
-        # a run that ends releases its lock first, and its session ends a moment later
-        is_leaving = (lambda: not Run(runs / launch.name).alive()) if launch.kind == "resume" else (lambda: False)
-        message = new_session(runs, session, module_runner.command("train.launcher.agent", str(folder)), is_leaving)
+        command = module_runner.command("train.launcher.agent", str(folder))
+        message = new_session(runs, session, command, launch.has_ended)
         began = not message
         if message:
             if "duplicate session" in message:
@@ -145,19 +141,7 @@ def start(launch: LaunchRequest, cancelled: Callable[[], bool] = lambda: False) 
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _environment(launch: LaunchRequest) -> tuple[dict[str, str], list[str]]:
-    """Return the run's environment and warnings: the caller's, for a resume merged into the recorded one."""
-    if launch.kind != "resume":
-        return hash_seed.with_seed(os.environ), []
-    run = owner.opened(folders.find(Path(launch.runs), launch.name))
-    saved = environment.read(run.folder)
-    seed = environment.hash_seed_of(saved)
-    mine = dict(os.environ) if seed is None else {**os.environ, hash_seed.SEED: seed}
-    merged, warnings = environment.resumed(saved, mine, as_recorded=launch.by_keeper)
-    return hash_seed.with_seed(merged), warnings
-
-
-def _withdraw(folder: Path, launch: LaunchRequest) -> Path:
+def _withdraw(folder: Path, launch: Launch) -> Path:
     """Withdraw the request, for example after Ctrl-C. Returns the new path of the folder.
 
     An agent that cannot answer any more undoes its work itself. If it has answered already, this undoes the launch.
@@ -165,13 +149,7 @@ def _withdraw(folder: Path, launch: LaunchRequest) -> Path:
     folder = folder.rename(folder.with_name(folder.name + "-withdrawn"))  # from here on no answer can be written
     answer = folder / "answer.json"
     if answer.exists() and "refused" not in json.loads(answer.read_text(encoding="utf-8")):
-        from .stopping import stop_and_wait  # late: it imports much and is rarely needed
-
-        run = Run(Path(launch.runs) / launch.name)
-        # when the keeper ends, the run shall be resumed later
-        stop_and_wait(run, FOR_KEEPER if launch.by_keeper else NOW)
-        if launch.kind != "resume":
-            folders.remove(run)
+        launch.stop()
     return folder
 
 

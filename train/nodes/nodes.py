@@ -35,7 +35,7 @@ from .node_reports import decision_of, is_bad, merged, of_rank_0, report_of
 from .rendezvous import Public, Rendezvous, Round
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Settings:
     """A node's place in its run, stored in run.json under `cluster`."""
 
@@ -52,11 +52,6 @@ class Settings:
     @property
     def is_elastic(self) -> bool:
         return self.least < self.most
-
-
-def settings_of(record: Mapping[str, Any]) -> Settings | None:
-    """Return the settings in a run's record; None: the run is on one machine."""
-    return Settings(**record["cluster"]) if record.get("cluster") else None
 
 
 class Nodes:

@@ -90,7 +90,7 @@ class Kept:
         if "steps" in flags:
             del merged["epochs"]
         prepared = checks.prepare(
-            Request(task=str(task), flags={key: str(value) for key, value in merged.items()}, ranks=ranks)
+            Request(str(task), flags={key: str(value) for key, value in merged.items()}), ranks=ranks
         )
         record = prepared.record | {"max_restarts": restarts, "started": begun}
         run = folders.create(self.engine.station.runs, name, files=prepared.files, record=record)

@@ -78,12 +78,12 @@ def written(folder: Path, norm: str, width: int) -> Path:
 def test_a_launch_is_refused_where_torch_would_fail(
     tmp_path: Path, norm: tuple[str, int], flags: dict[str, str], ranks: int, said: str
 ) -> None:
-    request = Request(task=str(written(tmp_path, *norm)), flags=FLAGS | flags, ranks=ranks)
+    request = Request(str(written(tmp_path, *norm)), flags=FLAGS | flags)
     if not said:
-        assert prepare(request).record["samples"] == 33
+        assert prepare(request, ranks=ranks).record["samples"] == 33
         return
     with pytest.raises(Refused, match=f"^BatchNorm cannot train on one sample.*{said}"):
-        prepare(request)
+        prepare(request, ranks=ranks)
 
 
 def test_a_resume_and_a_fork_are_refused_with_what_goes_on(station: Station) -> None:

@@ -14,8 +14,8 @@ import pytest
 import train
 from tests.train.conftest import PATIENCE, Station
 from train.errors import Refused
-from train.launcher import agent, resumable, tmux
-from train.launcher.request import LaunchRequest
+from train.launcher import resumable
+from train.launcher.launches import Resume
 from train.run import folders, run_folder, states
 
 FIELDS = (
@@ -104,7 +104,7 @@ def test_what_is_wrong_with_one_run_concerns_no_other(station: Station) -> None:
     assert not station.run("hangs").alive()
     station.ok("stop", "mine")  # it has been, and now it is its user who wants it so
     with pytest.raises(Refused, match="stopped by its user"):
-        tmux.start(LaunchRequest(kind="resume", runs=str(station.runs), name="mine", by_keeper=True))
+        Resume(runs=str(station.runs), name="mine", by_keeper=True).start()
 
 
 @pytest.mark.never_forgiven
@@ -153,7 +153,7 @@ def test_a_run_that_waits_for_the_engine_it_was_handed_to_is_left_alone(station:
     before = run.read()
     assert station.ok("keeper", "--once").stderr == ""
     with pytest.raises(Refused, match="was submitted to a cluster"):
-        tmux.start(LaunchRequest(kind="resume", runs=str(station.runs), name="queued", by_keeper=True))
+        Resume(runs=str(station.runs), name="queued", by_keeper=True).start()
     assert run.read() == before and not run.alive()
 
 
@@ -167,7 +167,7 @@ def test_a_run_whose_resume_was_taken_back_rests_if_it_was_its_users(
     )
     lock = run.acquire()
     assert lock is not None
-    agent.undo(LaunchRequest(kind="resume", runs=str(tmp_path), name="a", by_keeper=by_keeper), run, lock)
+    Resume(runs=str(tmp_path), name="a", by_keeper=by_keeper).undo(run, lock)
     assert resumable.is_resumable(run) is is_taken_up and not run.alive()
 
 

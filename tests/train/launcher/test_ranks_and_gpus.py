@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,11 +12,12 @@ import torch
 from train import config, gpus
 from train.errors import Refused
 from train.gpus import Card
-from train.launcher import create_run
-from train.launcher.ranks_and_gpus import choose, count_ranks, see
-from train.launcher.request import LaunchRequest
+from train.launcher import launches
+from train.launcher.launches import NewScript
+from train.launcher.ranks_and_gpus import choose_again, count_ranks, see
 from train.parallel.devices import pick_device, take_device
 from train.run import environment, folders
+from train.run.run_folder import Run
 
 HERE = ["GPU-8932f937-d72c-4106-c12f-20bd9faed9f6", "GPU-46163e99-0000-0000-0000-000000000000", "GPU-99aa"]
 SLICE = "MIG-3b1d6f0e-5a5f-5f1e-9d5a-6a2f5a1f3b1d"
@@ -93,8 +93,8 @@ def test_a_resume_sees_what_its_run_folder_and_its_caller_say(
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", typed_with or saved or "")  # laid over, or put back
     if not (typed_with or saved):
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
-    launch = LaunchRequest(kind="resume", runs=str(tmp_path), name="a", gpus=asked, visible=typed_with)
-    assert choose(launch) == (1, seen)
+    run = Run(tmp_path / "a")
+    assert choose_again(run, run.read(), nproc=None, gpus=asked, now=typed_with) == (1, seen)
     assert os.environ.get("CUDA_VISIBLE_DEVICES") == seen
 
 
@@ -102,15 +102,16 @@ def test_other_ranks_go_on_with_the_gpus_that_the_run_was_given(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     record = {"world_size": 2, "nproc": 2, "gpus": "1,2"}
-    folders.create(tmp_path, "a", files={environment.FILE: environment.to_json(environment.keep({}))}, record=record)
+    run = folders.create(
+        tmp_path, "a", files={environment.FILE: environment.to_json(environment.keep({}))}, record=record
+    )
     for nproc, ranks in (("1", 1), ("auto", 2), ("3", 3)):
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-        assert choose(LaunchRequest(kind="resume", runs=str(tmp_path), name="a", nproc=nproc)) == (ranks, "1,2")
+        assert choose_again(run, run.read(), nproc=nproc, gpus=None, now=None) == (ranks, "1,2")
     with pytest.raises(Refused, match=r"2 are usable here; use --nproc 2, or others than 1,2: --gpus"):
         pick_device(config.Config(), 3, 0)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
-    more = LaunchRequest(kind="resume", runs=str(tmp_path), name="a", nproc="3", gpus="3")
-    assert choose(more) == (3, "0,1,2")
+    assert choose_again(run, run.read(), nproc="3", gpus="3", now=None) == (3, "0,1,2")
 
 
 def test_gpus_have_the_numbers_of_nvidia_smi(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -141,7 +142,5 @@ def test_the_record_of_a_script_names_the_gpu_that_was_asked_for(
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # so that it is afterwards what it was
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     (tmp_path / "script.py").touch()
-    launch = LaunchRequest(
-        kind="script", runs=str(tmp_path / "runs"), name="a", script=[str(tmp_path / "script.py")], gpus="1,2"
-    )
-    assert create_run.check(asdict(launch)).record["versions"]["gpu"] == "card 1"
+    launch = NewScript(str(tmp_path / "script.py"), runs=str(tmp_path / "runs"), name="a", gpus="1,2")
+    assert launches.check(launch.to_json()).record["versions"]["gpu"] == "card 1"

@@ -15,7 +15,7 @@ import pytest
 
 from tests.ports import free_port
 from train.launcher import foreground
-from train.launcher.request import Request
+from train.launcher.launches import NewRun
 from train.run import folders, states
 
 if TYPE_CHECKING:
@@ -122,7 +122,7 @@ def test_a_restart_of_torchrun_finds_its_run_beside_a_damaged_one(
     damaged = folders.create(tmp_path, "a", files={}, record={})
     (damaged.folder / "run.json").write_text("{")
     ours = folders.create(tmp_path, "b", files={}, record={"torchelastic": f"job/{os.getppid()}"})
-    found, lock = foreground.open_under_torchrun(tmp_path, None, Request(task="digits", flags={}))
+    found, lock = foreground.open_under_torchrun(NewRun("digits", runs=str(tmp_path)))
     lock.release()
     assert found.path == ours.path
 

@@ -21,7 +21,7 @@ from train.errors import Refused
 from train.gpus import Card
 from train.launcher import checks, provenance
 from train.launcher.foreground import shape
-from train.launcher.request import Request
+from train.launcher.request import Plan, Request
 from train.parallel.devices import (
     NoGPU,
     check_kernels,
@@ -130,9 +130,9 @@ def test_ranks_that_torchrun_starts_on_several_machines_need_the_gpus_of_theirs_
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     flags = {"cpu_threads": "1", "data.workers": "0", "steps": "1", "task.count": "8", "batch_size": "8"}
 
-    def prepared(rank_env: RankEnv) -> checks.Prepared:
+    def prepared(rank_env: RankEnv) -> Plan:
         ranks, nodes = shape(rank_env)
-        return checks.prepare(Request(task="fake", flags=dict(flags), ranks=ranks, nodes=nodes))
+        return checks.prepare(Request("fake", flags=dict(flags)), ranks=ranks, nodes=nodes)
 
     two_machines = prepared(RankEnv(rank=0, size=4, local_rank=0, local_size=2))
     assert two_machines.config.device == "cuda"

@@ -14,8 +14,8 @@ from train.config import Config
 from train.errors import Refused
 from train.gpus import Card
 from train.launcher import foreground
-from train.launcher.checks import Prepared, prepare
-from train.launcher.request import Request
+from train.launcher.checks import prepare
+from train.launcher.request import Plan, Request
 from train.launcher.resume import prepare_resume
 from train.parallel.devices import NoGPU
 from train.parallel.precision import Precision
@@ -55,12 +55,12 @@ def test_fp16_on_a_cpu_is_refused_with_the_remedy(engine: Any) -> None:
 T4, H100, H200 = Card("Tesla T4", (7, 5)), Card("NVIDIA H100", (9, 0)), Card("NVIDIA H200", (9, 0))
 
 
-def launched(engine: Any, monkeypatch: pytest.MonkeyPatch, cards: list[Card], **request: Any) -> Prepared:
+def launched(engine: Any, monkeypatch: pytest.MonkeyPatch, cards: list[Card], **request: Any) -> Plan:
     """A run that is checked where there are these GPUs."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: len(cards) or 1)
     monkeypatch.setattr(gpus, "cards", lambda: cards)
     flags = {key: str(value) for key, value in engine.flags.items()} | request.pop("flags", {})
-    return prepare(Request(task=str(request.pop("task", engine.task)), flags=flags, **request))
+    return prepare(Request(str(request.pop("task", engine.task)), flags=flags), **request)
 
 
 @pytest.mark.parametrize(

@@ -126,7 +126,7 @@ def test_another_seed_is_another_run(steady: Any) -> None:
 
 def test_new_runs_are_cut_evenly_and_those_of_before_as_they_were(tmp_path: Path) -> None:
     flags = {"batch_size": "7", "cpu_threads": "1", "device": "cpu", "data.drop_last": "true"}
-    made = prepare(Request(task="digits", flags=flags, ranks=3))
+    made = prepare(Request("digits", flags=flags), ranks=3)
     text = str(made.files["config.toml"])
     of_before = text.replace('micro_batches = "even"\n', "")
     assert of_before != text

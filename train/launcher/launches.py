@@ -1,0 +1,276 @@
+"""The launches of a run: `NewRun`, `NewScript`, `Fork` and `Resume`, each with its own fields.
+
+    NewRun("digits", flags={"epochs": "2"}, runs="runs", name="demo1", nproc="2").start()
+
+A launch is made by a command or by a program, and travels to the agent as JSON. A fork of the zygote checks it, which
+gives a `Plan`. The agent carries the plan out. Until then nothing is created or changed. Imports no torch before.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from .. import caches, hash_seed, variables
+from ..errors import Refused
+from ..gpus import VISIBLE
+from ..run import environment, folders, owner, states
+from ..run.record import Record
+from ..run.run_folder import Lock, Run
+from ..signals import KEEPER, USER
+from ..supervise import programs
+from .request import ALONE, Launch, OpenedRun, Plan, Request, numbers_of
+
+
+class _Launch(Launch):
+    def start(self, cancelled: Callable[[], bool] = lambda: False) -> list[str]:
+        """Start the run in its tmux session and wait until the agent has recorded it. Returns warnings.
+
+        Args:
+            cancelled: Returns whether the caller withdraws the launch.
+
+        Raises:
+            Refused: tmux is missing, a check fails, or the launch was withdrawn. Nothing is left behind.
+        """
+        from . import tmux
+
+        return tmux.start(self, cancelled)
+
+
+class _New(_Launch):
+    def undo(self, run: Run, lock: Lock) -> None:
+        lock.release()
+        folders.remove(run)
+
+    def stop(self) -> None:
+        from .stopping import stop_and_wait  # late: it imports much and is rarely needed
+
+        stop_and_wait(self.run, states.NOW)
+        folders.remove(self.run)
+
+
+@dataclasses.dataclass
+class NewRun(Request, _New):
+    """A new run of a task.
+
+    Args:
+        cluster: For several machines: the fields of nodes.Settings.
+        queued: Whether the folder exists already, made by `train submit`; see cluster/node_agent.py.
+        submission: The id of the submission.
+    """
+
+    _: dataclasses.KW_ONLY
+    cluster: dict[str, Any] | None = None
+    queued: bool = False
+    submission: str | None = None
+
+    def check(self) -> Plan:
+        from ..run import imports
+        from .checks import prepare
+        from .ranks_and_gpus import choose
+
+        ranks, visible = choose(self.nproc, self.gpus, cpu_only=self.flags.get("device") == "cpu")
+        nodes = numbers_of(self.machines())
+        of_gloo = keep_gloo_at_home(ranks, nodes)
+        imports.watch()
+        plan = prepare(self, ranks=ranks, nodes=nodes)
+        plan.visible, plan.warnings = visible, of_gloo + plan.warnings
+        return plan
+
+    def open(self, environ: Mapping[str, str]) -> OpenedRun:
+        from .create_run import create
+
+        fields = {"submission": self.submission}
+        return create(self, programs.TASK, environ, existing=self.run if self.queued else None, fields=fields)
+
+    def machines(self, record: Record | None = None) -> Mapping[str, Any] | None:
+        return self.cluster or None
+
+
+@dataclasses.dataclass
+class NewScript(_New):
+    """A new run of a torchrun program.
+
+    Args:
+        script: Path of the script.
+        arguments: Arguments of the script.
+        flags: Maps `watch.*` fields to values, as text.
+    """
+
+    script: str
+    _: dataclasses.KW_ONLY
+    arguments: list[str] = dataclasses.field(default_factory=list)
+    flags: dict[str, str] = dataclasses.field(default_factory=dict)
+
+    def check(self) -> Plan:
+        from . import script
+        from .ranks_and_gpus import choose
+
+        ranks, visible = choose(self.nproc, self.gpus)
+        record = script.check(self.script, self.arguments, self.flags)
+        return Plan(files={}, record=record, ranks=ranks, visible=visible)
+
+    def open(self, environ: Mapping[str, str]) -> OpenedRun:
+        from .create_run import create
+
+        return create(self, programs.SCRIPT, environ)
+
+
+@dataclasses.dataclass
+class Fork(_New):
+    """A new run that continues from a checkpoint of another run of a task.
+
+    Args:
+        of: Name of the forked run.
+        step: Step of the checkpoint.
+        flags: Maps config fields that change to their values, as text.
+    """
+
+    of: str
+    step: int
+    _: dataclasses.KW_ONLY
+    flags: dict[str, str] = dataclasses.field(default_factory=dict)
+
+    def check(self) -> Plan:
+        from .fork import prepare_fork
+        from .ranks_and_gpus import choose
+
+        ranks, visible = choose(self.nproc, self.gpus)
+        of_gloo = keep_gloo_at_home(ranks, ALONE)
+        plan = prepare_fork(folders.find(Path(self.runs), self.of), self.step, self.flags, ranks)
+        plan.visible, plan.warnings = visible, of_gloo + plan.warnings
+        return plan
+
+    def open(self, environ: Mapping[str, str]) -> OpenedRun:
+        from .create_run import create
+
+        source = owner.opened(folders.find(Path(self.runs), self.of))
+        folders.enter(source.read().get("cwd") or "")
+        return create(self, programs.TASK, environ, source=source)
+
+
+@dataclasses.dataclass(kw_only=True)
+class Resume(_Launch):
+    """A run that continues from its newest checkpoint, or a script that is started again.
+
+    Args:
+        flags: Maps config fields that change to their values, as text. For a script: its `watch.*` fields.
+        cluster: The fields of nodes.Settings. None keeps the machines, {} uses only this one.
+        by_keeper: Whether the keeper resumes the run. Then whether it should is checked again with the lock held.
+    """
+
+    flags: dict[str, str] = dataclasses.field(default_factory=dict)
+    cluster: dict[str, Any] | None = None
+    by_keeper: bool = False
+
+    def check(self) -> Plan:
+        from . import script
+        from .ranks_and_gpus import choose_again
+
+        run, record = self.run, self.run.read()
+        ranks, visible = choose_again(run, record, nproc=self.nproc, gpus=self.gpus, now=self.visible)
+        if programs.of_record(record) is programs.SCRIPT:
+            fields, warnings = script.check_again(run, self.flags)
+            return Plan(files={}, record=fields, warnings=warnings, ranks=ranks, visible=visible)
+        from .. import config as configuration
+        from .resume import prepare_resume
+
+        nodes = numbers_of(self.machines(record))
+        of_gloo = keep_gloo_at_home(ranks, nodes)
+        config, warnings = prepare_resume(run, self.flags, ranks, nodes)
+        files: dict[str, str | bytes] = {"config.toml": configuration.to_toml(config)} if self.flags else {}
+        warnings = of_gloo + warnings
+        return Plan(files=files, record={"warnings": warnings}, warnings=warnings, ranks=ranks, visible=visible)
+
+    def open(self, environ: Mapping[str, str]) -> OpenedRun:
+        from .create_run import reopen
+
+        return reopen(self, environ, by_keeper=self.by_keeper)
+
+    def machines(self, record: Record | None = None) -> Mapping[str, Any] | None:
+        if self.cluster is None and record is not None:
+            return record.get("cluster")
+        return self.cluster or None
+
+    def environ(self) -> tuple[dict[str, str], list[str]]:
+        """Return the caller's environment merged into the recorded one, and warnings."""
+        self.visible = None if self.by_keeper else os.environ.get(VISIBLE)
+        run = owner.opened(folders.find(Path(self.runs), self.name))
+        saved = environment.read(run.folder)
+        seed = environment.hash_seed_of(saved)
+        mine = dict(os.environ) if seed is None else {**os.environ, hash_seed.SEED: seed}
+        merged, warnings = environment.resumed(saved, mine, as_recorded=self.by_keeper)
+        return hash_seed.with_seed(merged), warnings
+
+    def has_ended(self) -> bool:
+        return not self.run.alive()  # a run releases its lock first, and its session ends a moment later
+
+    def undo(self, run: Run, lock: Lock) -> None:
+        from ..supervise import attempts
+
+        by = KEEPER if self.by_keeper else USER
+        attempts.record_end(run, states.STOPPED, reason="stopped (its resume was interrupted)", by=by)
+        lock.release()
+
+    def stop(self) -> None:
+        from .stopping import stop_and_wait  # late: it imports much and is rarely needed
+
+        stop_and_wait(self.run, states.FOR_KEEPER if self.by_keeper else states.NOW)  # the keeper resumes it later
+
+
+_LAUNCHES: Mapping[str, type[Launch]] = {launch.__name__: launch for launch in (NewRun, NewScript, Fork, Resume)}
+
+
+def from_json(content: dict[str, Any]) -> Launch:
+    """Return the launch from what `to_json` gave."""
+    fields = dict(content)
+    return _LAUNCHES[fields.pop("launch")](**fields)
+
+
+def check(content: dict[str, Any]) -> Plan:
+    """Check a launch, given as JSON. Called in a fork of the zygote.
+
+    Raises:
+        Refused: the launch is not possible.
+    """
+    caches.provide()
+    return from_json(content).check()
+
+
+def keep_gloo_at_home(ranks: int, nodes: range) -> list[str]:
+    """Make ranks of one machine connect through its loopback interface. Returns a warning if a variable is ignored."""
+    warning = variables.keep_gloo_at_home(dict(os.environ)) if nodes == ALONE and ranks > 1 else ""
+    return [warning] if warning else []
+
+
+def runs_of_node(
+    runs: Path, name: str, *, cluster: dict[str, Any] | None, flags: dict[str, str], config_file: str | None
+) -> Path:
+    """Return the folder in which a node keeps its part of a new run: --runs itself, or a subfolder if nodes share it.
+
+    Raises:
+        Refused: another node of the run has its folder in the place of node 0's.
+    """
+    from .. import config as configuration
+
+    if not cluster:
+        return runs
+    there = folders.record_of(runs, name).get("cluster")
+    other = there["node"] if there and there["rendezvous"] == cluster["rendezvous"] else None
+    if cluster["node"] == 0:
+        if other:
+            raise Refused(
+                f"{runs / name} belongs to node {other}; give each machine its own --runs, or, if they share it, "
+                "launch node 0 first"
+            )
+        return runs
+    strategy = flags.get("parallel.strategy")
+    if strategy is None and config_file is not None:
+        with contextlib.suppress(Refused):  # a later check reports the problem
+            strategy = configuration.flatten(configuration.read_toml(Path(config_file))).get("parallel.strategy")
+    is_shared = configuration.strategies.of(strategy).needs_shared_disk or other == 0
+    return folders.of_node(runs, cluster["node"]) if is_shared else runs
