@@ -27,9 +27,9 @@ from tests.gpu import in_rank
 from train import hash_seed
 from train.checkpoint import snapshot
 from train.checkpoint.buffers import ENVIRONMENT, SnapshotMemory
+from train.config import strategies
 from train.launcher import checks
 from train.launcher.request import Request
-from train.parallel import choose
 from train.parallel.devices import prepare_nccl
 from train.parallel.rank_env import RankEnv
 from train.run import folders, states
@@ -184,7 +184,8 @@ def alone(scale: Scale, strategy: str) -> Iterator[None]:
     backend = "cpu:gloo,cuda:nccl" if scale.is_gpu else "gloo"
     dist.init_process_group(backend, init_method=f"file://{file}", rank=0, world_size=1, **given)
     try:
-        with mock.patch.object(choose, "resolve", lambda *_: strategy):
+        info = strategies.of(strategy)
+        with mock.patch.object(strategies, "of", lambda *_: info):
             yield
     finally:
         dist.destroy_process_group()

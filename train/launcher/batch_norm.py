@@ -25,7 +25,7 @@ _SAID = "Expected more than 1 value per channel when training"
 
 
 def check(
-    task: Task, config: Config, train_set: object, model: Callable[[], nn.Module], ranks: int, steps: range,
+    task: Task, config: Config, train_set: object, model: Callable[[], nn.Module], *, ranks: int, steps: range,
     way: Callable[[dict[str, str]], str] = lambda flags: "",
 ) -> None:  # fmt: skip
     """Check that BatchNorm can train in all of these steps, counted from 0.

@@ -59,19 +59,14 @@ class _Checked:
 
 
 def prepare(
-    request: Request,
-    *,
-    ranks: int = 1,
-    nodes: range = ALONE,
-    elsewhere: Callable[[], list[list[gpus.Card]]] = list,
+    request: Request, *, ranks: int = 1, nodes: range = ALONE, elsewhere: Callable[[], list[list[gpus.Card]]] = list
 ) -> Plan:
     """Check a new run from its flags to its data, and choose the values that its user left open.
 
     Args:
         ranks: Number of ranks on each machine.
         nodes: Possible numbers of machines.
-        elsewhere: Under torchrun on several machines: returns the GPUs of each other rank's machine; an empty list:
-            unknown.
+        elsewhere: Under torchrun: returns the GPUs of each other rank's machine; an empty list: unknown.
 
     Raises:
         Refused: the run is not possible as requested.
@@ -120,15 +115,16 @@ def prepare(
     }
     data = objects.fingerprint(task, config, train_set=found.train_set, eval_sets=found.eval_sets)
     record["not_exact"] = not_exact(task, config, found)
-    files: dict[str, str | bytes] = {fingerprint.FACTS: json.dumps(data, indent=1) + "\n"}
-    files["config.toml"] = configuration.to_toml(config)
+    files: dict[str, str | bytes] = {
+        fingerprint.FACTS: json.dumps(data, indent=1) + "\n", "config.toml": configuration.to_toml(config),
+    }  # fmt: skip
     if not task.is_built_in:
         files["task.py"] = task.file.read_bytes()
         files |= needed.files()
     if initial is not None:
         files[initial_weights.FILE] = initial.file()
     warnings += [*_of_hidden(fingerprint.hidden_in(data)), *(f"not exact: {line}" for line in record["not_exact"])]
-    batch_norm.check(task, config, found.train_set, lambda: model, everywhere, range(found.total))
+    batch_norm.check(task, config, found.train_set, lambda: model, ranks=everywhere, steps=range(found.total))
     deterministic.check(task, config, device, found.train_set, model)  # last: it takes the model's values
     return Plan(files=files, record=record, warnings=warnings, ranks=ranks, task=task, config=config)
 
@@ -183,7 +179,10 @@ def check_run(task: Task, config: Config, local: int, ranks: int, asked: Asked) 
     total = objects.total_steps(config, objects.plan_of(config, len(train_set)))
     schedule.check(task, config, total)
     trace.steps_of(config.log.trace, total=total)
-    return _Checked(precision, cards, train_set, eval_sets, total, problem, warnings)
+    return _Checked(
+        precision=precision, cards=cards, train_set=train_set, eval_sets=eval_sets, total=total, threads=problem,
+        warnings=warnings,
+    )  # fmt: skip
 
 
 def choose_precision(config: Config, ranks: int, elsewhere: Callable[[], list[list[gpus.Card]]]) -> str:

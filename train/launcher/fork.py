@@ -80,19 +80,12 @@ def prepare_fork(run: Run, step: int, flags: dict[str, str], ranks: int) -> Plan
         end = f"the new run would end after step {found.total}; give more --epochs or --steps"
         raise Refused(f"the checkpoint is of step {step}, but {end}")
     early_stopping.check_goes_on(config.early_stopping, run, range(step, found.total))
-    batch_norm.check(task, config, found.train_set, lambda: model, ranks, range(step, found.total))
+    batch_norm.check(task, config, found.train_set, lambda: model, ranks=ranks, steps=range(step, found.total))
     no_use = of_no_use(task, source)
     warnings += rate_change.warnings(
-        run,
-        spec,
-        task,
-        (before, config),
-        len(found.train_set),
-        step,
-        flags,
-        is_fork=True,
+        run, spec, task, (before, config), samples=len(found.train_set), step=step, flags=flags, is_fork=True,
         has_rate="optim.lr" not in no_use,
-    )
+    )  # fmt: skip
     changed = _changed(run, step, task, model, before, config).union(manifest.get("changed", ()))
     deterministic.check(task, config, found.precision.device, found.train_set, model)  # it takes the model's values
     text = manifests.manifest_text(manifest | {"config": configuration.to_flat(config), "changed": sorted(changed)})

@@ -15,8 +15,8 @@ from ..tasks import Task
 
 
 def warnings(
-    run: Run, spec: Spec, task: Task, configs: tuple[Config, Config], samples: int, step: int, flags: dict[str, str],
-    *, is_fork: bool, has_rate: bool,
+    run: Run, spec: Spec, task: Task, configs: tuple[Config, Config], *, samples: int, step: int,
+    flags: dict[str, str], is_fork: bool, has_rate: bool,
 ) -> list[str]:  # fmt: skip
     """Return a line that says how the learning rate moves and how to keep it; [] if it does not move.
 

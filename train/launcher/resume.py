@@ -88,14 +88,14 @@ def prepare_resume(run: Run, flags: dict[str, str], local: int, nodes: range = A
     if is_first_of_several or splits or config.parallel.recompute:
         checks.check_model(task, config, ranks, found.precision)
     batch_norm.check(
-        task, config, found.train_set, lambda: checks.check_model(task, config, ranks, found.precision), ranks,
-        range(step, found.total), lambda other: _elsewhere(run, flags | other),
+        task, config, found.train_set, lambda: checks.check_model(task, config, ranks, found.precision), ranks=ranks,
+        steps=range(step, found.total), way=lambda other: _elsewhere(run, flags | other),
     )  # fmt: skip
     micros = objects.plan_of(config, len(found.train_set)).micro_batches(0)
     if micros < ranks:
         warnings.append(f"a step has {micros} micro batches for {ranks} ranks, so {ranks - micros} ranks have no work")
     warnings += rate_change.warnings(
-        run, spec, task, (kept, config), len(found.train_set), step, flags,
+        run, spec, task, (kept, config), samples=len(found.train_set), step=step, flags=flags,
         is_fork=False, has_rate="optim.lr" not in of_no_use(task, source),
     )  # fmt: skip
     return config, warnings

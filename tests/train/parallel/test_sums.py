@@ -87,7 +87,7 @@ def test_a_sum_is_that_of_the_tree_to_the_last_bit(micros: int, unused: tuple[in
         *expected, mean, variance = tree((0, micros))
         assert bits([p.grad for p in model.parameters() if p.grad is not None]) == bits(expected)
         assert bits([model.norm.running_mean, model.norm.running_var]) == bits([mean / micros, variance / micros])
-        spread.clear()
+        spread.update(None)
 
 
 def test_a_gradient_that_a_backward_makes_in_parts_is_refused() -> None:
