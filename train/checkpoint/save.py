@@ -73,7 +73,8 @@ class Saver:
         space, and older checkpoints are removed after it."""
 
     def close(self) -> None:
-        """Free the memory, unless a checkpoint is still being written: it may wait for a peer that is gone."""
+        """Take no more work and free the memory, unless a write still goes on: it may wait for a peer that is gone."""
+        self._pool.shutdown(wait=False)
         if self._staging is not None and (self._busy is None or self._busy.done()):
             self._staging.close()
 

@@ -110,6 +110,7 @@ def test_room_is_made_once_there_is_a_state(tmp_path: Path) -> None:
     saver.prepare(state)
     size = size_of(state_of(model, optimizer))
     eventually("memory for a copy", lambda: staging.bytes >= size)
+    saver.close()  # its thread would count as one of a task that another test checks
 
 
 def _read_beside_one_that_dies(rank: int, folder: Path) -> None:

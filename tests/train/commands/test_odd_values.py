@@ -12,6 +12,7 @@ from train.commands import options
 from train.commands.parser import parse, parser_of
 from train.config.fields import fields, parse_value
 from train.errors import Refused
+from train.launcher.request import Request
 from train.tasks import load
 
 pytestmark = pytest.mark.never_forgiven
@@ -49,6 +50,6 @@ def test_odd_values_of_fields_are_taken_or_refused_in_a_line(tmp_path: Path) -> 
             annotation = own[name.removeprefix("task.")] if is_own else fields()[name].annotation
             parse_value(name, annotation, value)
             if not is_own:
-                options.check_now({"task": "digits", "flags": flags, "config_file": None}, None)
+                options.check_now(Request("digits", flags=flags), None)
         except Refused as error:
             assert len(str(error).splitlines()) == 1 and str(error).isprintable()
