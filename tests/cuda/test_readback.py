@@ -18,8 +18,9 @@ from train.trainer.step_stats import Readback, StepResult
 
 readback, read, places = Readback(torch.device("cuda", 0)), [], set()
 for number in range(9):
-    sums = torch.full((6,), float(number)).cuda()
-    figures = {"grad_norm": sums[0] + 0.5} if number % 3 == 0 else {}  # a norm is logged in some steps
+    sums = torch.full((6,), float(number), dtype=torch.float64).cuda()  # the stand-in joins numbers of one type
+    norm = torch.tensor(number + 0.5, dtype=torch.float64).cuda()
+    figures = {"grad_norm": norm} if number % 3 == 0 else {}  # a norm is logged in some steps
     readback.put(number, StepResult({"": sums}, figures, []))
     places.add(readback._pending[-1][3].data_ptr())
     read += [(step, sums[""]["loss"], figures) for step, sums, figures in readback.take(everything=number == 8)]
