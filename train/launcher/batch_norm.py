@@ -17,6 +17,7 @@ from ..build.updates import read_updates
 from ..config import Config
 from ..data.plan import Plan
 from ..errors import Refused
+from ..parallel.precision import cpu_precision
 from ..parallel.torch_private import BatchNorm, without_compiler
 from ..tasks import Task
 
@@ -76,8 +77,6 @@ def _fails(task: Task, config: Config, train_set: object, model: nn.Module, rank
     norms = [part for part in model.modules() if isinstance(part, BatchNorm) and part.training]
     if not norms or (config.sync_batchnorm and ranks > 1):
         return False
-    from ..trainer.load import cpu_precision  # late: it loads the compiler
-
     precision = cpu_precision(config)
     try:
         batch = objects.first_samples(task, config, precision=precision, dataset=train_set, count=1)

@@ -21,6 +21,7 @@ from ..build.updates import read_updates
 from ..config import Config
 from ..data.to_device import to_device
 from ..errors import Refused
+from ..parallel.precision import cpu_precision
 from ..parallel.torch_private import noting_operators, without_compiler
 from ..tasks import Task
 
@@ -72,8 +73,6 @@ def check(task: Task, config: Config, device: torch.device, train_set: object, m
 
 def _first_lacking(task: Task, config: Config, train_set: object, model: nn.Module) -> str:
     """Return the first such operator of a step, in words; '' if there is none, or if the step cannot be computed so."""
-    from ..trainer.load import cpu_precision  # late: it loads the compiler
-
     found: list[str] = []
     try:
         batch = objects.first_samples(task, config, precision=cpu_precision(config), dataset=train_set, count=_SAMPLES)

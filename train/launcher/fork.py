@@ -18,13 +18,13 @@ from ..checkpoint.load import load
 from ..config import Config, Init, Parallel
 from ..data import fingerprint
 from ..errors import Refused
+from ..parallel.precision import cpu_precision
 from ..parallel.world import World
 from ..run import imports, owner
 from ..run.run_folder import Run
 from ..run.spec import spec_of
 from ..tasks import Task
 from ..trainer import early_stopping
-from ..trainer.load import cpu_precision
 from . import batch_norm, checks, deterministic, provenance, rate_change
 from .request import ALONE, Plan
 from .resume import check_data

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from ..config import Config
 from ..errors import Refused
 from ..gpus import Card
 from .torch_private import scaler_state
@@ -114,3 +115,14 @@ class Precision:
     def scaling(self) -> dict[str, Any] | None:
         """Return `scaler.state_dict()` with tensors where it would wait for the device; None without a scaler."""
         return None if self.scaler is None else scaler_state(self.scaler)
+
+
+def precision_on(device: torch.device, config: Config) -> str:
+    """Return the precision to compute with on a device: fp32 on a CPU for precisions that only GPUs have."""
+    return "fp32" if device.type == "cpu" and config.precision in ON_GPU_ALONE else config.precision
+
+
+def cpu_precision(config: Config) -> Precision:
+    """Return the precision with which a CPU computes this run."""
+    cpu = torch.device("cpu")
+    return Precision(precision_on(cpu, config), cpu)

@@ -7,14 +7,13 @@ import itertools
 import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from ..build import determinism, objects
-from ..build.hooks import Average
 from ..build.loss import BatchValue, evaluation_values
 from ..config import Config
 from ..data import threads
@@ -25,7 +24,7 @@ from ..data.seeding import owned, seed_compute
 from ..errors import Refused, TrainingFailed
 from ..parallel.compiling import compile_as_asked
 from ..parallel.devices import NoGPU, pick_device, take_device
-from ..parallel.precision import Precision
+from ..parallel.precision import Precision, precision_on
 from ..parallel.torch_private import buffers_of, fix_compiler
 from ..parallel.world import World
 from ..run import heartbeat
@@ -33,8 +32,10 @@ from ..run.run_folder import Run
 from ..run.spec import Spec
 from ..tasks import Task
 from . import pictures
-from .load import load_trained, precision_on
 from .predictions import Predictions
+
+if TYPE_CHECKING:
+    from ..build.hooks import Average
 
 log = logging.getLogger("train")
 
@@ -236,6 +237,9 @@ def evaluate_run(run: Run, spec: Spec, step: int | None) -> tuple[int, int, dict
     Raises:
         Refused: the task has no evaluation set or fails on it, or there is no usable checkpoint.
     """
+    from ..build.hooks import Average  # late: a launch imports this file, and these are slow to import
+    from .load import load_trained
+
     task, config, model, step, averaged = load_trained(run, spec, step)
     determinism.set_determinism(config)
     device = _device_of(run, config)

@@ -14,11 +14,12 @@ from ..checkpoint.state_dict import weights
 from ..config import Config
 from ..data.fetch import EVALUATION, TRAINING
 from ..errors import Refused, one_line
+from ..parallel.precision import cpu_precision
 from ..run.durable import published
 from ..run.run_folder import Run
 from ..run.spec import Spec
 from ..tasks import Task
-from .load import cpu_precision, load_trained
+from .load import load_trained
 
 
 def export(run: Run, spec: Spec, target: Path, *, step: int | None = None, average: bool = False) -> int:

@@ -23,7 +23,7 @@ from ..checkpoint.snapshot import Snapshots
 from ..checkpoint.state_dict import TrainState, weights_of
 from ..config import Config
 from ..errors import Refused
-from ..parallel.precision import ON_GPU_ALONE, Precision
+from ..parallel.precision import cpu_precision
 from ..parallel.world import World
 from ..run import metrics
 from ..run.run_folder import Run
@@ -187,14 +187,3 @@ def load_trained(run: Run, spec: Spec, step: int | None = None) -> Trained:
     if optimizer is not None:
         optimizer.eval()  # type: ignore[attr-defined] # what it evaluates is in its state
     return task, config, model, step, average
-
-
-def precision_on(device: torch.device, config: Config) -> str:
-    """Return the precision to compute with on a device: fp32 on a CPU for precisions that only GPUs have."""
-    return "fp32" if device.type == "cpu" and config.precision in ON_GPU_ALONE else config.precision
-
-
-def cpu_precision(config: Config) -> Precision:
-    """Return the precision with which a CPU computes this run."""
-    cpu = torch.device("cpu")
-    return Precision(precision_on(cpu, config), cpu)
