@@ -76,7 +76,7 @@ def config_of(run: Run, task: Task) -> Config:
 def make_datasets(task: Task, config: Config) -> tuple[Any, dict[str, Any]]:
     """Return the training set and the evaluation sets by name. Seeded, so that a random split is the same everywhere.
 
-    A single set without a name has the name ''.
+    A single set without a name has the name ''. With `overfit` each evaluation set is the training set.
 
     Raises:
         Refused: the task cannot make them, or they are not map-style datasets.
@@ -93,7 +93,9 @@ def make_datasets(task: Task, config: Config) -> tuple[Any, dict[str, Any]]:
     evaluations = _named(task, made[1])
     for part, dataset in ((TRAINING, made[0]), *((name or EVALUATION, each) for name, each in evaluations.items())):
         _check_set(task, config, part, dataset)
-    return made[0], evaluations
+    if config.overfit is None:
+        return made[0], evaluations
+    return made[0], dict.fromkeys(evaluations or ([""] if task.can_evaluate else []), made[0])
 
 
 def _check_set(task: Task, config: Config, part: str, dataset: Any) -> None:
@@ -354,10 +356,16 @@ def refusing(task: Task, what: str = "") -> Iterator[None]:
 def plan_of(config: Config, length: int) -> Plan:
     """Return how the training set is cut into batches.
 
+    Args:
+        length: Number of samples of the training set.
+
     Raises:
-        Refused: drop_last would leave no batch.
+        Refused: drop_last would leave no batch, or overfit wants more samples than there are.
     """
     assert isinstance(config.micro_batch_size, int)
+    part_of, length = length, config.overfit or length
+    if length > part_of:
+        raise Refused(f"--overfit {length} is too large: the training set has {part_of} samples; give at most these")
     if config.data.drop_last and length < config.batch_size:
         raise Refused(
             f"--data.drop_last true leaves nothing to train on: the training set has {length} samples, fewer than "
@@ -371,13 +379,15 @@ def plan_of(config: Config, length: int) -> Plan:
         seed=config.seed,
         drop_last=config.data.drop_last,
         is_even=is_even,
+        part_of=part_of,
     )
 
 
 def evaluation_plans(config: Config, eval_sets: Mapping[str, Any]) -> dict[str, Plan]:
     """Return how each evaluation set is cut, and how much of it is evaluated."""
-    size, limit = config.micro_batch_size, config.eval.limit_batches * config.batch_size
+    size, limits = config.micro_batch_size, (config.eval.limit_batches * config.batch_size, config.overfit or 0)
     assert isinstance(size, int)
+    limit = min(filter(None, limits), default=0)
     return {
         name: Plan(length=len(one), batch_size=config.batch_size, micro_batch_size=size, seed=config.seed, limit=limit)
         for name, one in eval_sets.items()

@@ -251,6 +251,9 @@ class Config:
     """Passes over the training data. Fractions are allowed. Replaces steps."""
     steps: Changeable[Count | None] = None
     """Number of optimizer updates. Replaces epochs."""
+    overfit: Count | None = None
+    """Train and evaluate on the same N samples of the training set: a random choice, always the same. A model that
+    learns has a loss near 0 after some hundred steps. none: off."""
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     """Seed of everything random: order of samples, augmentation, dropout, first weights."""
     batch_size: Count = 64

@@ -20,8 +20,8 @@ from .order import order, seed_of
 _CHUNK = 16384
 """Number of positions whose order is computed at a time: a vectorised call costs little more for many than for one."""
 
-_EVALUATION = -1
-"""Used as the epoch in the order that chooses the samples of an evaluation."""
+_CHOICE = -1
+"""Used as the epoch in the order that chooses a part of a dataset's samples."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +41,8 @@ class Plan:
     """The micro batches of a step differ by at most one sample; else all but the last one are full."""
     limit: int = 0
     """Maximum number of samples of an evaluation set that are evaluated; 0: all."""
+    part_of: int = 0
+    """Number of samples of the dataset, of which `length` are chosen; 0: all are."""
 
     @functools.cached_property
     def steps_per_epoch(self) -> int:
@@ -50,6 +52,11 @@ class Plan:
     def evaluated(self) -> int:
         """Number of samples that one evaluation of this set sees."""
         return min(self.length, self.limit) if self.limit else self.length
+
+    @functools.cached_property
+    def chosen(self) -> npt.NDArray[np.int64] | None:
+        """The indices of the samples to train on, in the dataset's order; None: all."""
+        return choice(self.seed, self.length, self.part_of) if self.part_of > self.length else None
 
     def epoch(self, step: int) -> int:
         return step // self.steps_per_epoch
@@ -83,6 +90,14 @@ class Plan:
         """Return the number of samples in the smallest micro batch of a step."""
         low, high = self.span(self.micro_batches(step) - 1, self.samples(step))
         return high - low
+
+
+def choice(seed: int, count: int, length: int) -> npt.NDArray[np.int64]:
+    """Return this many of a dataset's indices, sorted: a random choice that is always the same.
+
+    The first samples of class folders are all of one class. A smaller choice is a part of a larger one.
+    """
+    return np.sort(order(seed, _CHOICE, np.arange(count), length))
 
 
 def micro_batches_of_rank(rank: int, micros: int, *, world: int, is_ordered: bool = False) -> range:
@@ -151,6 +166,7 @@ def micro_batches_of(plan: Plan, sharing: Sharing, *, first: int, last: int) -> 
             chunk_key = (epoch, start // size)
             begin = chunk_key[1] * size
             chunk = order(plan.seed, epoch, np.arange(begin, min(begin + size, plan.length)), plan.length)
+            chunk = chunk if plan.chosen is None else plan.chosen[chunk]
         offset = start - chunk_key[1] * size
         for number, is_repeated in sharing.computed(-(-(stop - start) // plan.micro_batch_size)):
             low, high = plan.span(number, stop - start)
@@ -166,12 +182,10 @@ def evaluation_micro_batches(
     """Yield the micro batches of an evaluation set that a rank fetches: every sample once, in the dataset's order. All
     but the last are full.
 
-    With a limit, always the same random choice: the first samples of class folders are all of one class. `evaluation`
-    is the number of the set; what is drawn at random does not depend on it, nor on the epoch.
+    With a limit, a `choice` of them. `evaluation` is the number of the set; what is drawn at random does not depend on
+    it, nor on the epoch.
     """
-    chosen: npt.NDArray[np.int64] | None = None
-    if plan.evaluated < plan.length:
-        chosen = np.sort(order(plan.seed, _EVALUATION, np.arange(plan.evaluated), plan.length))
+    chosen = choice(plan.seed, plan.evaluated, plan.length) if plan.evaluated < plan.length else None
     micros = math.ceil(plan.evaluated / plan.micro_batch_size)
     for number, is_repeated in sharing.computed(micros):
         low = number * plan.micro_batch_size

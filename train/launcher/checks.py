@@ -97,11 +97,12 @@ def prepare(
         from . import batch_size
 
         config.micro_batch_size, micro_reason = batch_size.find(request, config, ranks)
-        check_sync_batchnorm(config, device, everywhere, len(found.train_set))
+        check_sync_batchnorm(config, device, everywhere, objects.plan_of(config, len(found.train_set)).length)
     if config.cpu_threads is None:
         config.cpu_threads, threads_reason = cores.default_threads(ranks, device, model)
     needed = imports.Needed({}, {}) if task.is_built_in else imports.read(task.file, beside, config.data.root)
-    record = _record(request, task, len(found.train_set), found.total) | {
+    samples = objects.plan_of(config, len(found.train_set)).length
+    record = _record(request, task, samples, found.total) | {
         **needed.record(),
         "world_size": everywhere,
         "chosen": chosen,
@@ -168,15 +169,16 @@ def check_run(task: Task, config: Config, local: int, ranks: int, asked: Asked) 
     if config.data.workers and problem:
         raise Refused(problem)
     unused_fields.check_evaluation(task, config, eval_sets, asked)
-    if task.updates is not None and eval_sets and task.metrics is None and task.compute_metrics is None:
+    if eval_sets and not task.can_evaluate:
         raise Refused(
             f"{task.file} has updates() and an evaluation set, but nothing to evaluate; define metrics(model, batch), "
             "or return None for the evaluation set in datasets()"
         )
     for field in METRICS:
         check_metric(field, config, task, eval_sets)
-    check_sync_batchnorm(config, device, ranks, len(train_set))
-    total = objects.total_steps(config, objects.plan_of(config, len(train_set)))
+    plan = objects.plan_of(config, len(train_set))
+    check_sync_batchnorm(config, device, ranks, plan.length)
+    total = objects.total_steps(config, plan)
     schedule.check(task, config, total)
     trace.steps_of(config.log.trace, total=total)
     return _Checked(

@@ -58,6 +58,8 @@ def prepare_fork(run: Run, step: int, flags: dict[str, str], ranks: int) -> Plan
     if config.optim.name != before.optim.name:
         way = f"start a new run with its weights: --init {run.name}@{step}"
         raise Refused(f"--optim.name {config.optim.name} cannot load the state of {before.optim.name}; {way}")
+    if config.overfit != before.overfit:
+        raise Refused(f"a fork cannot change --overfit; start a new run with its weights: --init {run.name}@{step}")
     config.init = Init()  # the weights come from the checkpoint
     manifest, folder = manifests.verified(run, step), run.checkpoint(step)
     is_other = "batch_size" in flags or ranks != record["world_size"]

@@ -145,10 +145,11 @@ def check_data(
             way = f"this version skips hidden files ({hidden[0]}), so continue with the version {version}"
         init = f"start a new run with its weights: --init {run.name}"
         raise Refused(f"the data have changed since {run.name} started ({differs}); {way}, or {init}")
-    samples = len(train_set) if spec.samples is None else spec.samples
-    if len(train_set) != samples:  # only for a run of an earlier version: the check above covers the others
+    length = objects.plan_of(config, len(train_set)).length
+    samples = length if spec.samples is None else spec.samples
+    if length != samples:  # only for a run of an earlier version: the check above covers the others
         raise Refused(
-            f"the training set had {samples} samples when {run.name} started and has {len(train_set)} now; put "
+            f"the training set had {samples} samples when {run.name} started and has {length} now; put "
             "the data back as they were"
         )
     if then and then["format"] != fingerprint.FORMAT:

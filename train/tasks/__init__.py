@@ -81,6 +81,11 @@ class Task:
     def is_built_in(self) -> bool:
         return self.file.parent == Path(__file__).parent
 
+    @property
+    def can_evaluate(self) -> bool:
+        """Whether it has a loss or a metric to evaluate."""
+        return self.loss is not None or self.metrics is not None or self.compute_metrics is not None
+
 
 def locate(name: str) -> Path:
     """Return the file of a task, by built-in name or path. Does not import it.
