@@ -48,6 +48,12 @@ def task_of(run: Run, spec: Spec) -> Task:
     run = owner.opened(run)
     if not spec.task:
         raise Refused(f"{run.folder / 'run.json'} names no task; put it back")
+    task = _loaded(run, spec)
+    # in a run of before, a function of these names was a helper of the task
+    return task if spec.sampler else task.without_sampler()
+
+
+def _loaded(run: Run, spec: Spec) -> Task:
     if spec.task != "task.py":
         return load(spec.task)
     if not (run.folder / "task.py").is_file():
@@ -354,10 +360,10 @@ def refusing(task: Task, what: str = "") -> Iterator[None]:
 
 
 def plan_of(config: Config, length: int) -> Plan:
-    """Return how the training set is cut into batches.
+    """Return how an epoch of this many samples is cut into batches.
 
     Args:
-        length: Number of samples of the training set.
+        length: Number of samples of the training set, or of the order that its task gives.
 
     Raises:
         Refused: drop_last would leave no batch, or overfit wants more samples than there are.
@@ -368,7 +374,7 @@ def plan_of(config: Config, length: int) -> Plan:
         raise Refused(f"--overfit {length} is too large: the training set has {part_of} samples; give at most these")
     if config.data.drop_last and length < config.batch_size:
         raise Refused(
-            f"--data.drop_last true leaves nothing to train on: the training set has {length} samples, fewer than "
+            f"--data.drop_last true leaves nothing to train on: an epoch has {length} samples, fewer than "
             f"--batch_size {config.batch_size}; lower it, or leave out --data.drop_last"
         )
     is_even = config.micro_batches == "even"

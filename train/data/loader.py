@@ -35,10 +35,12 @@ from .hand_over import (
 )
 from .plan import MicroBatch
 from .seeding import owned
-from .to_device import OnDevice, pinned, prepared
+from .to_device import AHEAD, OnDevice, pinned, prepared
 
 _DYING = 1.0
 """Seconds to wait for the exit of a worker whose connection is gone."""
+_PREFETCHED = 4
+"""Maximum number of micro batches that a worker is asked for ahead."""
 _IGNORED = (*POLITE, signal.SIGHUP)
 """Signals that workers ignore: else a save would wait for their data forever."""
 
@@ -120,6 +122,8 @@ class Loader:
         if workers:
             _check_files()
             threads.check()
+        self.ahead = workers * _PREFETCHED + (AHEAD if workers else 0)
+        """Maximum number of micro batches that are taken from a plan after the one that was asked for last."""
         self._sampler = _Sampler()
         skips = skipped is not None
         sets = [(TRAINING, train_set), *((name or EVALUATION, each) for name, each in eval_sets.items())]
@@ -135,7 +139,7 @@ class Loader:
             batch_size=None,
             num_workers=workers,
             worker_init_fn=functools.partial(begin_worker, rank=os.getpid()),
-            prefetch_factor=4 if workers else None,
+            prefetch_factor=_PREFETCHED if workers else None,
             persistent_workers=workers > 0,
             multiprocessing_context="fork" if workers else None,  # whatever the way in which this rank was started
         )

@@ -68,6 +68,13 @@ def order(seed: int, epoch: int, positions: npt.ArrayLike, length: int) -> npt.N
     return values.astype(np.int64).reshape(where.shape)
 
 
+def uniform(seed: int, epoch: int, count: int) -> npt.NDArray[np.float64]:
+    """Return numbers from [0, 1) for the first `count` positions of an epoch: those of the generator SplitMix64."""
+    key = np.uint64(seed_of(seed, "uniform", epoch))
+    mixed = _hash(np.arange(1, count + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15), key)
+    return (mixed >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+
 def _walk(values: Values, permute: Callable[[Values], Values], length: int) -> Values:
     """Permute, and send values outside the range through again."""
     values = permute(values)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -28,11 +28,12 @@ _CHOICE = -1
 class Plan:
     """How a dataset is cut into epochs, global batches and micro batches. All arithmetic, no state.
 
-    Steps and epochs count from 0 here. The last global batch of an epoch may be short. No sample is dropped or
-    repeated, unless `drop_last` leaves out that batch.
+    Steps and epochs count from 0 here. The last global batch of an epoch may be short. No position of an epoch is
+    dropped or repeated, unless `drop_last` leaves out that batch.
     """
 
     length: int
+    """Number of samples of an epoch."""
     batch_size: int
     micro_batch_size: int
     seed: int = 0
@@ -43,6 +44,8 @@ class Plan:
     """Maximum number of samples of an evaluation set that are evaluated; 0: all."""
     part_of: int = 0
     """Number of samples of the dataset, of which `length` are chosen; 0: all are."""
+    order: Callable[[int], npt.NDArray[np.int64]] | None = None
+    """Returns the dataset indices of an epoch, as the task orders them; None: a keyed permutation of all samples."""
 
     @functools.cached_property
     def steps_per_epoch(self) -> int:
@@ -57,6 +60,13 @@ class Plan:
     def chosen(self) -> npt.NDArray[np.int64] | None:
         """The indices of the samples to train on, in the dataset's order; None: all."""
         return choice(self.seed, self.length, self.part_of) if self.part_of > self.length else None
+
+    def indices(self, epoch: int, begin: int, end: int) -> npt.NDArray[np.int64]:
+        """Return the dataset indices at positions begin <= position < end of an epoch."""
+        if self.order is not None:
+            return self.order(epoch)[begin:end]
+        found = order(self.seed, epoch, np.arange(begin, end), self.length)
+        return found if self.chosen is None else self.chosen[found]
 
     def epoch(self, step: int) -> int:
         return step // self.steps_per_epoch
@@ -165,8 +175,7 @@ def micro_batches_of(plan: Plan, sharing: Sharing, *, first: int, last: int) -> 
         if chunk_key != (epoch, start // size):
             chunk_key = (epoch, start // size)
             begin = chunk_key[1] * size
-            chunk = order(plan.seed, epoch, np.arange(begin, min(begin + size, plan.length)), plan.length)
-            chunk = chunk if plan.chosen is None else plan.chosen[chunk]
+            chunk = plan.indices(epoch, begin, min(begin + size, plan.length))
         offset = start - chunk_key[1] * size
         for number, is_repeated in sharing.computed(-(-(stop - start) // plan.micro_batch_size)):
             low, high = plan.span(number, stop - start)

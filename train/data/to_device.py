@@ -21,7 +21,7 @@ from .seeding import Seed, seed_compute
 T = TypeVar("T")
 OnDevice = Callable[[Any], Any]
 """A task's `on_device`: turns a fetched batch, which is on the device, into what loss and metrics get."""
-_AHEAD = 3
+AHEAD = 3
 """Maximum number of pinned batches that are not taken yet."""
 
 
@@ -117,7 +117,7 @@ def _pin(value: Any) -> Any:
 
 
 def ahead(items: Iterator[Any], make: Callable[[Any], T], begin: Callable[[], None] = lambda: None) -> Iterator[T]:
-    """Yield `make(item)` for the items in order. A thread makes them, `_AHEAD` of them before they are asked for.
+    """Yield `make(item)` for the items in order. A thread makes them, `AHEAD` of them before they are asked for.
 
     What the items or `make` raise is raised here, at its place in the order.
 
@@ -125,7 +125,7 @@ def ahead(items: Iterator[Any], make: Callable[[Any], T], begin: Callable[[], No
         begin: called first in the thread.
     """
     ready: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
-    wanted, is_over = threading.Semaphore(_AHEAD - 1), threading.Event()
+    wanted, is_over = threading.Semaphore(AHEAD - 1), threading.Event()
 
     def work() -> None:
         try:

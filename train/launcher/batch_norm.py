@@ -26,20 +26,21 @@ _SAID = "Expected more than 1 value per channel when training"
 
 
 def check(
-    task: Task, config: Config, train_set: object, model: Callable[[], nn.Module], *, ranks: int, steps: range,
-    way: Callable[[dict[str, str]], str] = lambda flags: "",
+    task: Task, config: Config, train_set: object, model: Callable[[], nn.Module], *, samples: int, ranks: int,
+    steps: range, way: Callable[[dict[str, str]], str] = lambda flags: "",
 ) -> None:  # fmt: skip
     """Check that BatchNorm can train in all of these steps, counted from 0.
 
     Args:
         model: returns the model; called only if a micro batch has one sample.
+        samples: Number of samples of an epoch.
         ranks: Number of ranks on all machines.
         way: returns the end of the message, given the fields to change: for a resume, which may not change them.
 
     Raises:
         Refused: a micro batch has one sample, and a forward pass on it fails.
     """
-    plan = objects.plan_of(config, len(train_set))  # type: ignore[arg-type]
+    plan = objects.plan_of(config, samples)
     step = first_alone(plan, steps)
     if step is None or not _fails(task, config, train_set, model(), ranks):
         return

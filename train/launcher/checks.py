@@ -16,7 +16,7 @@ import torch
 
 from .. import config as configuration
 from .. import gpus
-from ..build import cores, initial_weights, objects, schedule
+from ..build import cores, initial_weights, objects, sampling, schedule
 from ..build.objects import make_objects
 from ..build.updates import read_updates
 from ..config import Config, strategies
@@ -51,6 +51,8 @@ class _Checked:
     """GPUs that this process sees; empty on the CPU."""
     train_set: Any
     eval_sets: dict[str, Any]
+    samples: int
+    """Number of samples of an epoch; with `overfit`, of the training set."""
     total: int
     """Steps of the whole run."""
     threads: str
@@ -72,7 +74,7 @@ def prepare(
         Refused: the run is not possible as requested.
     """
     task, config = resolve(request)
-    warnings: list[str] = []
+    task, warnings = _ordered(task, config)
     everywhere = ranks * nodes[-1]
     chosen = [name for name in ("micro_batch_size", "cpu_threads") if getattr(config, name) in (None, "auto")]
     is_searched = config.micro_batch_size == "auto"
@@ -97,11 +99,11 @@ def prepare(
         from . import batch_size
 
         config.micro_batch_size, micro_reason = batch_size.find(request, config, ranks)
-        check_sync_batchnorm(config, device, everywhere, objects.plan_of(config, len(found.train_set)).length)
+        check_sync_batchnorm(config, device, everywhere, objects.plan_of(config, found.samples).length)
     if config.cpu_threads is None:
         config.cpu_threads, threads_reason = cores.default_threads(ranks, device, model)
     needed = imports.Needed({}, {}) if task.is_built_in else imports.read(task.file, beside, config.data.root)
-    samples = objects.plan_of(config, len(found.train_set)).length
+    samples = objects.plan_of(config, found.samples).length
     record = _record(request, task, samples, found.total) | {
         **needed.record(),
         "world_size": everywhere,
@@ -125,9 +127,19 @@ def prepare(
     if initial is not None:
         files[initial_weights.FILE] = initial.file()
     warnings += [*_of_hidden(fingerprint.hidden_in(data)), *(f"not exact: {line}" for line in record["not_exact"])]
-    batch_norm.check(task, config, found.train_set, lambda: model, ranks=everywhere, steps=range(found.total))
+    batch_norm.check(
+        task, config, found.train_set, lambda: model, samples=found.samples, ranks=everywhere, steps=range(found.total)
+    )
     deterministic.check(task, config, device, found.train_set, model)  # last: it takes the model's values
     return Plan(files=files, record=record, warnings=warnings, ranks=ranks, task=task, config=config)
+
+
+def _ordered(task: Task, config: Config) -> tuple[Task, list[str]]:
+    """Return the task without its own order of the samples where `overfit` chooses them, and a warning about it."""
+    if config.overfit is None or not task.sampler:
+        return task, []
+    warning = f"--overfit {config.overfit} chooses the samples, so {task.sampler}() in {task.file} is not called"
+    return task.without_sampler(), [warning]
 
 
 def _of_hidden(names: list[str]) -> list[str]:
@@ -138,13 +150,16 @@ def _of_hidden(names: list[str]) -> list[str]:
     return [f"the data contain hidden files ({which}), which may shift labels; delete them or skip them in datasets()"]
 
 
-def check_run(task: Task, config: Config, local: int, ranks: int, asked: Asked) -> _Checked:
+def check_run(
+    task: Task, config: Config, local: int, ranks: int, asked: Asked, *, count: Callable[[Any], int] | None = None
+) -> _Checked:
     """Make the checks that every run needs, in order. Writes the device into `config`.
 
     Args:
         local: Number of ranks on each machine.
         ranks: Number of ranks on all machines, at most.
         asked: The fields that the user has set.
+        count: Returns `samples` of the result, given the training set. None: as the task's functions say.
 
     Raises:
         Refused: the run is not possible as requested.
@@ -176,14 +191,15 @@ def check_run(task: Task, config: Config, local: int, ranks: int, asked: Asked) 
         )
     for field in METRICS:
         check_metric(field, config, task, eval_sets)
-    plan = objects.plan_of(config, len(train_set))
+    samples = count(train_set) if count is not None else sampling.first_samples(task, config, len(train_set))
+    plan = objects.plan_of(config, samples)
     check_sync_batchnorm(config, device, ranks, plan.length)
     total = objects.total_steps(config, plan)
     schedule.check(task, config, total)
     trace.steps_of(config.log.trace, total=total)
     return _Checked(
-        precision=precision, cards=cards, train_set=train_set, eval_sets=eval_sets, total=total, threads=problem,
-        warnings=warnings,
+        precision=precision, cards=cards, train_set=train_set, eval_sets=eval_sets, samples=samples, total=total,
+        threads=problem, warnings=warnings,
     )  # fmt: skip
 
 
@@ -234,6 +250,7 @@ def _record(request: Request, task: Task, samples: int, total: int) -> dict[str,
         "cwd": os.getcwd(),
         "total_steps": total,
         "samples": samples,
+        "sampler": task.sampler,
         "git_revision": provenance.git_revision(),
         "sets_epoch": True,
         "gathers_products": True,

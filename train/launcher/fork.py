@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from .. import config as configuration
-from ..build import cores
+from ..build import cores, objects
 from ..build.hooks import Hooks
 from ..build.objects import config_of, task_of
 from ..build.updates import read_updates, spread_updates
@@ -34,7 +34,7 @@ from .unused_fields import asked, of_no_use
 _OF_FORK = ("task.py", imports.MODULES, fingerprint.FACTS, "metrics.jsonl")
 """Files that a fork copies from the forked run, besides a checkpoint."""
 _RECORD_OF_FORK = (
-    "task", "task_source", "task_imports", "task_watched", "task_sha256", "cwd", "samples", "chosen", "sets_epoch",
+    "task", "task_source", "task_imports", "task_watched", "task_sha256", "cwd", "chosen", "sets_epoch",
 )  # fmt: skip
 """Fields of run.json that a fork copies from the forked run."""
 _PLAIN = (bool, int, float, str, list, tuple, type(None))
@@ -82,10 +82,13 @@ def prepare_fork(run: Run, step: int, flags: dict[str, str], ranks: int) -> Plan
         end = f"the new run would end after step {found.total}; give more --epochs or --steps"
         raise Refused(f"the checkpoint is of step {step}, but {end}")
     early_stopping.check_goes_on(config.early_stopping, run, range(step, found.total))
-    batch_norm.check(task, config, found.train_set, lambda: model, ranks=ranks, steps=range(step, found.total))
+    batch_norm.check(
+        task, config, found.train_set, lambda: model, samples=found.samples, ranks=ranks,
+        steps=range(step, found.total),
+    )  # fmt: skip
     no_use = of_no_use(task, source)
     warnings += rate_change.warnings(
-        run, spec, task, (before, config), samples=len(found.train_set), step=step, flags=flags, is_fork=True,
+        run, spec, task, (before, config), samples=found.samples, step=step, flags=flags, is_fork=True,
         has_rate="optim.lr" not in no_use,
     )  # fmt: skip
     changed = _changed(run, step, task, model, before, config).union(manifest.get("changed", ()))
@@ -99,7 +102,7 @@ def prepare_fork(run: Run, step: int, flags: dict[str, str], ranks: int) -> Plan
     made: dict[str, Any] = {key: value for key, value in record.items() if key in _RECORD_OF_FORK} | {
         "step": step, "epoch": manifest["epoch"], "total_steps": found.total, "git_revision": provenance.git_revision(),
         "versions": provenance.versions(found.cards), "forked_from": {"run": run.name, "step": step},
-        "compiles_torch": True,
+        "compiles_torch": True, "samples": objects.plan_of(config, found.samples).length, "sampler": task.sampler,
         "warnings": warnings, "unused_fields": no_use, "not_exact": checks.not_exact(task, config, found),
         "gathers_products": True,
     }  # fmt: skip

@@ -22,7 +22,7 @@ def warnings(
 
     Args:
         configs: The configuration before the change and after it.
-        samples: Number of samples in the training set.
+        samples: Number of samples of an epoch.
         step: The step after which the run continues.
         flags: The fields that change.
         has_rate: Whether optim.lr is the learning rate.

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 from torch import cuda
 
 from .. import config as configuration
-from ..build import objects
+from ..build import objects, sampling
 from ..build.objects import config_of, data_differs, task_of
 from ..checkpoint import manifest as manifests
 from ..config import Config, strategies
@@ -66,7 +67,9 @@ def prepare_resume(run: Run, flags: dict[str, str], local: int, nodes: range = A
     checks.check_ranks(config, local, nodes)
     source = of_run(run, task, spec)
     try:
-        found = checks.check_run(task, config, local, ranks, asked(source, flags))
+        found = checks.check_run(
+            task, config, local, ranks, asked(source, flags), count=functools.partial(sampling.samples_of, spec)
+        )
     except NoGPU:
         on_cpu = f"check with nvidia-smi, or continue on the CPU with other bits: train resume {run.name} --device cpu"
         raise NoGPU(f"{run.name} computes on GPUs, but torch sees none here; {on_cpu}") from None
@@ -88,14 +91,15 @@ def prepare_resume(run: Run, flags: dict[str, str], local: int, nodes: range = A
     if is_first_of_several or splits or config.parallel.recompute:
         checks.check_model(task, config, ranks, found.precision)
     batch_norm.check(
-        task, config, found.train_set, lambda: checks.check_model(task, config, ranks, found.precision), ranks=ranks,
-        steps=range(step, found.total), way=lambda other: _elsewhere(run, flags | other),
+        task, config, found.train_set, lambda: checks.check_model(task, config, ranks, found.precision),
+        samples=found.samples, ranks=ranks, steps=range(step, found.total),
+        way=lambda other: _elsewhere(run, flags | other),
     )  # fmt: skip
-    micros = objects.plan_of(config, len(found.train_set)).micro_batches(0)
+    micros = objects.plan_of(config, found.samples).micro_batches(0)
     if micros < ranks:
         warnings.append(f"a step has {micros} micro batches for {ranks} ranks, so {ranks - micros} ranks have no work")
     warnings += rate_change.warnings(
-        run, spec, task, (kept, config), samples=len(found.train_set), step=step, flags=flags,
+        run, spec, task, (kept, config), samples=found.samples, step=step, flags=flags,
         is_fork=False, has_rate="optim.lr" not in of_no_use(task, source),
     )  # fmt: skip
     return config, warnings
@@ -145,7 +149,7 @@ def check_data(
             way = f"this version skips hidden files ({hidden[0]}), so continue with the version {version}"
         init = f"start a new run with its weights: --init {run.name}"
         raise Refused(f"the data have changed since {run.name} started ({differs}); {way}, or {init}")
-    length = objects.plan_of(config, len(train_set)).length
+    length = objects.plan_of(config, sampling.samples_of(spec, train_set)).length
     samples = length if spec.samples is None else spec.samples
     if length != samples:  # only for a run of an earlier version: the check above covers the others
         raise Refused(

@@ -10,14 +10,20 @@ import contextlib
 import os
 import struct
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from . import durable
 
-STARTING, TRAINING, EVALUATING, SAVING, ENDING, COMPUTING_METRICS, COMPILING = range(7)
-"""Phases of a rank. COMPUTING_METRICS may take any time and never counts as a hang."""
-NAMES = ("starting", "training", "evaluating", "saving", "ending", "computing metrics", "compiling")
+STARTING, TRAINING, EVALUATING, SAVING, ENDING, COMPUTING_METRICS, COMPILING, ORDERING = range(8)
+"""Phases of a rank."""
+OF_THE_TASK = (COMPUTING_METRICS, ORDERING)
+"""Phases in which all ranks wait for a function of the task on rank 0. It may take any time; that is no hang."""
+NAMES = (
+    "starting", "training", "evaluating", "saving", "ending", "computing metrics", "compiling",
+    "computing the order of samples",
+)  # fmt: skip
 
 _FORM = struct.Struct("<qqqq")
 
@@ -52,6 +58,14 @@ class Heart:
                 os.pwrite(self._fd, _FORM.pack(self._pid, phase, step, self._count), 0)
             except OSError:
                 pass
+
+    @contextlib.contextmanager
+    def doing(self, phase: int) -> Iterator[None]:
+        """Context manager that shows this phase in the middle of another one."""
+        before = self._phase
+        self.beat(phase, self.step)
+        yield
+        self.beat(before, self.step)
 
     def begin_compiling(self) -> None:
         """Show that this rank compiles, in the middle of another phase."""

@@ -137,6 +137,9 @@ class Record(TypedDict):
     """Which precision was chosen automatically, and why, as a line; '' if the user has chosen one, and on a CPU."""
     total_steps: NotRequired[int | None]
     samples: NotRequired[int]
+    """Number of samples of an epoch."""
+    sampler: NotRequired[str]
+    """The function of the task that orders the samples; '': none."""
     saved_step: NotRequired[int]
     loss: NotRequired[float | None]
     samples_per_s: NotRequired[float | None]

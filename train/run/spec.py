@@ -72,7 +72,9 @@ class Spec:
     reasons: Mapping[str, str]
     """Maps fields that were chosen automatically to why they have their value, as a line."""
     samples: int | None
-    """Number of samples of the training set; None: no attempt has counted them."""
+    """Number of samples of an epoch; None: no attempt has counted them."""
+    sampler: str
+    """The function of the task that orders the samples: order, weights or lengths; '': none, every sample once."""
     unused_fields: tuple[str, ...]
     """Fields that functions of the task replace, so that their values have no effect."""
     warnings: tuple[str, ...]
@@ -149,6 +151,7 @@ def spec_of(record: Record, config: Mapping[str, Any]) -> Spec:
             name.removesuffix(_REASON): str(text) for name, text in record.items() if name.endswith(_REASON) and text
         },
         samples=record.get("samples"),
+        sampler=record.get("sampler") or "",
         unused_fields=tuple(record.get("unused_fields") or ()),
         warnings=tuple(record.get("warnings") or ()),
         sets_epoch=bool(record.get("sets_epoch")),

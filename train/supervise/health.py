@@ -34,7 +34,7 @@ from .timeouts import (
 
 Kill = Callable[[int, int], None]
 """Sends a signal to a process."""
-_PATIENT = (heartbeat.SAVING, heartbeat.COMPUTING_METRICS, heartbeat.COMPILING)
+_PATIENT = (heartbeat.SAVING, *heartbeat.OF_THE_TASK, heartbeat.COMPILING)
 """Phases that a stop does not interrupt: ranks get `watch.start_minutes` for them."""
 _WRITING = 1.0
 """Seconds that hanging ranks get to write their stacks."""
@@ -177,7 +177,7 @@ class TaskHealth(Health):
         return True
 
     def _allowed(self, beats: tuple[Beat | None, ...]) -> float:
-        if self._hang_minutes == 0 or all(b and b.phase == heartbeat.COMPUTING_METRICS for b in beats):
+        if self._hang_minutes == 0 or all(b and b.phase in heartbeat.OF_THE_TASK for b in beats):
             return 0.0
         if not _is_routine(beats):
             return self._start_minutes

@@ -20,6 +20,7 @@ import difflib
 import hashlib
 import importlib.util
 import inspect
+import itertools
 import linecache
 import os
 import re
@@ -38,11 +39,19 @@ _OPTIONAL = {
     "pretrained": "config", "adapt_state_dict": "state, model",
     "images": "model, batch", "collate": "items", "on_device": "batch", "optimizer": "model, config",
     "param_groups": "model, config", "schedule": "step, total_steps, config", "updates": "model, config",
+    "order": "epoch, config", "weights": "config", "lengths": "config",
     "stateful": "model, config", "after_step": "model, step, stateful", "fingerprint": "config",
 }  # fmt: skip
 ARGUMENTS = _REQUIRED | _OPTIONAL
 """Maps each function that the engine calls to its arguments."""
-_EXCLUDE = (("updates", "loss"), ("updates", "optimizer"), ("updates", "param_groups"), ("optimizer", "param_groups"))
+_SAMPLERS = ("order", "weights", "lengths")
+_EXCLUDE = (
+    ("updates", "loss"),
+    ("updates", "optimizer"),
+    ("updates", "param_groups"),
+    ("optimizer", "param_groups"),
+    *itertools.combinations(_SAMPLERS, 2),
+)
 """Pairs of functions of which the first replaces the second."""
 BUILT_IN = tuple(sorted(path.stem for path in Path(__file__).parent.glob("[a-z]*.py")))
 
@@ -71,11 +80,22 @@ class Task:
     param_groups: Callable[..., Any] | None
     schedule: Callable[..., Any] | None
     updates: Callable[..., Any] | None
+    order: Callable[..., Any] | None
+    weights: Callable[..., Any] | None
+    lengths: Callable[..., Any] | None
     stateful: Callable[..., Any] | None
     after_step: Callable[..., Any] | None
     fingerprint: Callable[..., Any] | None
     Settings: type | None
     DEFAULTS: dict[str, Any]
+
+    @property
+    def sampler(self) -> str:
+        """The function that orders the samples of an epoch; '': none, they are shuffled."""
+        return next((name for name in _SAMPLERS if getattr(self, name) is not None), "")
+
+    def without_sampler(self) -> Task:
+        return dataclasses.replace(self, order=None, weights=None, lengths=None)
 
     @property
     def is_built_in(self) -> bool:
@@ -189,8 +209,9 @@ def _functions(module: Any, path: Path, used: set[str], is_copy: bool) -> dict[s
                 )
             found[one] = None
     for one, other in _EXCLUDE:
-        if found[one] is not None and found[other] is not None:
-            raise Refused(f"{path} has {one} and {other}, but {one} replaces {other}; leave out one of them")
+        if found[one] is not None and found[other] is not None and not is_copy:
+            why = "both order the samples" if one in _SAMPLERS else f"{one} replaces {other}"
+            raise Refused(f"{path} has {one} and {other}, but {why}; leave out one of them")
     for name, arguments in _REQUIRED.items():
         if not (found["updates"] and name == "loss") and not callable(found[name]):
             hint = nearest(name, vars(module))

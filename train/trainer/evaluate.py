@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ..build import determinism, objects
+from ..build import determinism, objects, sampling
 from ..build.loss import BatchValue, evaluation_values
 from ..config import Config
 from ..data import threads
@@ -272,7 +272,7 @@ def evaluate_run(run: Run, spec: Spec, step: int | None) -> tuple[int, int, dict
     with loader, objects.refusing(task):
         take_device(device)
         sharing = Sharing()
-        epoch = objects.plan_of(config, len(train_set)).epoch(max(step - 1, 0))
+        epoch = objects.plan_of(config, sampling.samples_of(spec, train_set)).epoch(max(step - 1, 0))
         numbered = enumerate(plans.values(), 1)
         micros = (evaluation_micro_batches(plan, sharing, evaluation=number, epoch=epoch) for number, plan in numbered)
         stream = loader.batches(itertools.chain.from_iterable(micros))

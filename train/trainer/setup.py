@@ -14,7 +14,7 @@ import torch
 
 from .. import config as configuration
 from .. import faults
-from ..build import cores, determinism, initial_weights, objects
+from ..build import cores, determinism, initial_weights, objects, sampling
 from ..build.hooks import Hooks
 from ..build.updates import Update, losses_kept, spread_updates
 from ..checkpoint.buffers import Buffers
@@ -44,6 +44,7 @@ from ..tasks import Task
 from .intervals import Intervals
 from .load import ResumeState, load_newest
 from .loggers.loggers import Loggers, Skipped
+from .orders import Orders
 
 log = logging.getLogger("train")
 
@@ -53,10 +54,14 @@ class Data:
     """What a rank trains and evaluates on."""
 
     loader: Loader
+    size: int
+    """Number of samples of the training set."""
     plan: Plan
     """How the training set is cut into batches."""
     evaluations: dict[str, Plan]
     """The plans of the evaluation sets by name; '' is the name of a set without one."""
+    orders: Orders | None = None
+    """The task's own order of the samples; None: it has none."""
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -168,6 +173,8 @@ def set_up(
     compiling = Compiling(heart)
     held.callback(compiling.close)
     intervals = Intervals.of(config, data.plan, objects.total_steps(config, data.plan), bool(data.evaluations))
+    if task.sampler:
+        data = _ordered(data, task, config, world=world, heart=heart, total_steps=intervals.total_steps)
     loggers = Loggers(
         run, unused=spec.unused_fields, world=world, config=config, total_steps=intervals.total_steps,
         done=start.step, bar=bar and world.is_first,
@@ -219,8 +226,17 @@ def _data(run: Run, spec: Spec, task: Task, config: Config, precision: Precision
         task, config=config, precision=precision, train_set=train_set, eval_sets=eval_sets,
         workers=config.data.workers or 0, left_out=Skipped(run), sets_epoch=spec.sets_epoch,
     )  # fmt: skip
-    plan, evaluations = objects.plan_of(config, len(train_set)), objects.evaluation_plans(config, eval_sets)
-    return Data(loader=loader, plan=plan, evaluations=evaluations)
+    plan = objects.plan_of(config, sampling.samples_of(spec, train_set))
+    return Data(loader=loader, size=len(train_set), plan=plan, evaluations=objects.evaluation_plans(config, eval_sets))
+
+
+def _ordered(data: Data, task: Task, config: Config, *, world: World, heart: Heart, total_steps: int) -> Data:
+    """Return the data in the order that the task's own function gives."""
+    orders = Orders(
+        sampling.orders(task, config, data.size), name=f"{task.sampler} in {task.file}", plan=data.plan, world=world,
+        heart=heart, ahead=data.loader.ahead, total_steps=total_steps,
+    )  # fmt: skip
+    return dataclasses.replace(data, plan=dataclasses.replace(data.plan, order=orders.of), orders=orders)
 
 
 def _model(

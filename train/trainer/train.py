@@ -183,6 +183,8 @@ class Loop:
     def step(self) -> None:
         """Make the next step."""
         job = self.job
+        if job.data.orders is not None:
+            job.data.orders.ready(self.done)
         rate = self._rates.set_for(self.done)
         made = self.done - job.start.step  # in this attempt
         self._check.is_on = made < CHECKED_STEPS
@@ -290,6 +292,8 @@ class Loop:
         """Evaluate. A stop request ends the evaluation; a resume then repeats it."""
         job = self.job
         faults.here("evaluate")
+        if job.data.orders is not None:  # the next steps are fetched meanwhile
+            job.data.orders.ready(self.done)
         job.snapshots.hold()  # averaged weights take the place of the others meanwhile
         beat = functools.partial(job.heart.beat, step=self.done)
         unchanged = job.hooks.extra.unchanged(job.world.device)  # a resume does not repeat an evaluation
