@@ -6,17 +6,19 @@ import contextlib
 
 from .. import faults
 from ..errors import Refused
-from ..run.best import best
+from ..run.best import best, best_steps
 from ..run.run_folder import Run
 from .manifest import PARTIAL, clean, newest_valid
 
 
-def prune(run: Run, keep: int, metric: str) -> None:
-    """Remove all checkpoints except the newest `keep` and the one that checkpoint.best names."""
+def prune(run: Run, keep: int, metric: str, keep_best: int) -> None:
+    """Remove all checkpoints except the newest `keep`, and the `keep_best` best ones if checkpoint.best names a metric.
+
+    A function of the run folder: a prune that a kill interrupts is completed by the next one.
+    """
     stay = set(run.steps_saved()[:keep])
-    found = best(run, metric) if metric else None
-    if found is not None:
-        stay.add(found.step)
+    if metric:
+        stay.update(best_steps(run, metric, keep_best))
     for step in run.steps_saved():
         if step not in stay:
             with contextlib.suppress(OSError):  # what cannot be removed now is removed by the next start

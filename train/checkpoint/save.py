@@ -197,4 +197,5 @@ class Saver:
         sync(self.run.checkpoints)
         faults.here("save.published")
         # durable from here on; only now may older ones go
-        prune(self.run, 1 if self._margin < 0 else self.config.checkpoint.keep, self.config.checkpoint.best)
+        kept, is_tight = self.config.checkpoint, self._margin < 0
+        prune(self.run, 1 if is_tight else kept.keep, kept.best, 1 if is_tight else kept.keep_best)

@@ -164,6 +164,8 @@ class Checkpoint:
     best: Changeable[str] = ""
     """Metric whose best checkpoint is kept, too. A loss is best at its lowest, other metrics at their highest; min:NAME
     or max:NAME says otherwise. The run then saves at every evaluation."""
+    keep_best: Changeable[Count] = 1
+    """Number of checkpoints that are best by checkpoint.best to keep, besides the newest ones."""
     asynchronous: Changeable[bool] = True
     """true: write checkpoints in the background. Training waits only until the state is copied to host memory."""
     snapshots: Changeable[bool] = True

@@ -31,6 +31,7 @@ _NEEDS: dict[str, tuple[str, tuple[Any, ...]]] = {
     "init.rename": ("init.file", ()),
     "init.partial": ("init.file", ()),
     "ema.warmup": ("ema.decay", ()),
+    "checkpoint.keep_best": ("checkpoint.best", ()),
     "early_stopping.patience": ("early_stopping.metric", ()),
     "early_stopping.min_delta": ("early_stopping.metric", ()),
     "schedule.min_factor": ("schedule.decay", ("cosine", "linear", "step", "wsd", "onecycle")),

@@ -26,10 +26,9 @@ def aim_of(text: str) -> Aim:
     return Aim(text, text.rpartition(".")[2] == "loss")
 
 
-def pick(aim: Aim, scores: dict[int, float]) -> int | None:
-    """Return the step with the best score; of equal scores the latest."""
-    better = min if aim.is_least else max
-    return better(sorted(scores, reverse=True), key=scores.__getitem__, default=None)
+def ranked(aim: Aim, scores: dict[int, float]) -> list[int]:
+    """Return the steps, the best score first; of equal scores the latest first."""
+    return sorted(scores, key=lambda step: (scores[step] if aim.is_least else -scores[step], -step))
 
 
 def scores_of(run: Run, text: str) -> tuple[Aim, dict[int, float]]:
@@ -65,10 +64,20 @@ def best(run: Run, by: str) -> Best | None:
     """Return the best checkpoint by a value of checkpoint.best ('': by the loss); None if none was evaluated."""
     aim, scores = scores_of(run, by or "loss")
     saved = set(run.steps_saved())
-    step, first = pick(aim, {at: score for at, score in scores.items() if at in saved}), pick(aim, scores)
-    if step is None or first is None:
+    order = ranked(aim, scores)
+    step = next((at for at in order if at in saved), None)
+    if step is None:
         return None
-    return Best(step, aim.metric, scores[step], (first, scores[first]) if scores[first] != scores[step] else None)
+    lost = (order[0], scores[order[0]]) if scores[order[0]] != scores[step] else None
+    return Best(step, aim.metric, scores[step], lost)
+
+
+def best_steps(run: Run, by: str, count: int) -> dict[int, float]:
+    """Return this many of the best checkpoints, best first, with their values; `by` as in `best`."""
+    aim, scores = scores_of(run, by or "loss")
+    saved = set(run.steps_saved())
+    steps = [step for step in ranked(aim, scores) if step in saved]
+    return {step: scores[step] for step in steps[:count]}
 
 
 def facts(run: Run, by: str) -> dict[str, Any]:

@@ -109,6 +109,12 @@ class Spec:
         return wanted if isinstance(wanted, str) else ""
 
     @property
+    def keep_best(self) -> int:
+        """checkpoint.keep_best: the number of best checkpoints that are kept; 0 if checkpoint.best is not set."""
+        count = self.config.get("checkpoint.keep_best", 1)
+        return count if self.best_by and isinstance(count, int) else 0
+
+    @property
     def used_config(self) -> dict[str, Any]:
         """The configuration without the fields whose values have no effect."""
         return {name: value for name, value in self.config.items() if name not in self.unused_fields}

@@ -12,7 +12,7 @@ from typing import Any
 from .. import screen
 from ..errors import shortened
 from ..format import ago, duration, figure, figures
-from ..run.best import best
+from ..run.best import best, best_steps
 from ..run.record import Attempt, Record
 from ..run.run_folder import Run, seconds_of
 from ..run.spec import Spec, spec_of
@@ -93,7 +93,10 @@ def facts(run: Run, record: Record, spec: Spec) -> list[tuple[str, Any]]:
     submitted: Any = record.get("submitted") or {}
     sent, found, top = record.get("wandb") or {}, best(run, spec.best_by), ""
     if found is not None:
-        top = "; ".join(filter(None, [f"step {found.step}, {found.metric} {figure(found.value)}", found.warning]))
+        others = [*best_steps(run, spec.best_by, spec.keep_best).items()][1:]
+        next_best = "then " + ", ".join(f"step {step} ({figure(value)})" for step, value in others) if others else ""
+        first = f"step {found.step}, {found.metric} {figure(found.value)}"
+        top = "; ".join(filter(None, [first, next_best, found.warning]))
     fork, program = record.get("forked_from"), programs.of(spec)
     return [
         ("owner", f"{record['owner']}; you can only read this run" if record.get("owner") else None),
