@@ -13,7 +13,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import TensorDataset
 
 DEFAULTS = {
-    "init.skip": "head", "freeze": "backbone.0", "optim.layer_decay": 0.7, "optim.lr": 3e-3, "optim.no_decay": True,
+    "init_skip": "head", "freeze": "backbone.0", "optim.layer_decay": 0.7, "optim.lr": 3e-3, "optim.no_decay": True,
     "ema.decay": 0.98, "ema.warmup": 10, "epochs": 100, "batch_size": 50, "eval.every_epochs": 20,
 }  # fmt: skip
 

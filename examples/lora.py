@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import TensorDataset
 
-DEFAULTS = {"init.skip": "*.down,*.up", "epochs": 10, "optim.lr": 1e-2, "optim.weight_decay": 0.0}
+DEFAULTS = {"init_skip": "*.down,*.up", "epochs": 10, "optim.lr": 1e-2, "optim.weight_decay": 0.0}
 
 
 @dataclass

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ..config import Config, Init
+from ..config import Config
 from ..errors import Refused, nearest, one_line
 from ..tasks import Task
 from .freeze import matches, patterns_of
@@ -50,17 +50,14 @@ class Fitted:
     """Names of the model that nothing was loaded into."""
     left_out: list[str]
     """Names of the source that are skipped or that the model does not have."""
-    other_shape: dict[str, tuple[tuple[int, ...], tuple[int, ...]]]
-    """Names in both with different shapes: the shape in the source and in the model."""
 
     def table(self) -> list[str]:
         """Return lines on what was loaded, left out, new and of another shape."""
         count = len(self.weights)
         numbers = sum(tensor.numel() for tensor in self.weights.values())
-        of = count + len(self.new) + len(self.other_shape)
+        of = count + len(self.new)
         lines = [f"weights of {self.source}: {count} of the model's {of} tensors loaded ({numbers:,} numbers)"]
-        shapes = [f"{name} {there} for {here}" for name, (there, here) in self.other_shape.items()]
-        for title, names in (("left out", self.left_out), ("new", self.new), ("other shape", shapes)):
+        for title, names in (("left out", self.left_out), ("new", self.new)):
             if names:
                 lines.append(f"  {title:12} {_listed(names)}")
         return lines
@@ -87,9 +84,9 @@ def fitted(task: Task, config: Config, model: nn.Module) -> Fitted | None:
     Raises:
         Refused: they cannot be read, or do not fit as they are asked to.
     """
-    if config.init.file:
-        source = f"--init {config.init.file}"
-        state = read(Path(config.init.file), source)
+    if config.init:
+        source = f"--init {config.init}"
+        state = read(Path(config.init), source)
     elif task.pretrained is not None:
         source = f"pretrained in {task.file}"
         made = call(task, "pretrained()", task.pretrained, config)
@@ -100,14 +97,14 @@ def fitted(task: Task, config: Config, model: nn.Module) -> Fitted | None:
     else:
         return None
     if task.adapt_state_dict is None:
-        return fit(model, state, config.init, source)
+        return fit(model, state, config.init_skip, source)
     adapt = task.adapt_state_dict
 
     def adapted(state: dict[str, Tensor]) -> dict[str, Tensor]:
         made = call(task, "adapt_state_dict()", adapt, state, model)
         return _tensors_of(made, f"adapt_state_dict in {task.file}")
 
-    return fit(model, state, config.init, source, adapted)
+    return fit(model, state, config.init_skip, source, adapted)
 
 
 def read(path: Path, source: str) -> dict[str, Tensor]:
@@ -170,43 +167,44 @@ def _has_tensors(state: dict[Any, Any]) -> bool:
 
 
 def fit(
-    model: nn.Module, state: dict[str, Tensor], init: Init, source: str,
+    model: nn.Module, state: dict[str, Tensor], skip: str, source: str,
     adapt: Callable[[dict[str, Tensor]], dict[str, Tensor]] = lambda state: state,
 ) -> Fitted:  # fmt: skip
     """Fit weights to a model without loading them.
 
     Args:
-        adapt: changes the weights; names that it leaves out may be missing.
+        skip: init_skip, the weights that are not loaded.
+        adapt: changes the weights; names that it leaves out, or fills from the model, may be missing.
 
     Raises:
-        Refused: nothing fits, or without init.partial something does not; or a field of init does nothing.
+        Refused: something does not fit, or a pattern matches nothing.
     """
     own = model.state_dict()
-    before = _renamed(_unwrapped(state, own), init.rename)
+    before = _unwrapped(state, own)
     state = adapt(dict(before))
-    used = {_place(tensor) for tensor in state.values()}
-    left_out = [name for name, tensor in before.items() if name not in state and _place(tensor) not in used]
-    skipped = _skipped([*own, *state], init.skip)
+    used, there = ({_place(tensor) for tensor in one.values()} for one in (state, before))
+    # adapt may fill in the model's own
+    kept = {name for name in own.keys() & state.keys() if _place(state[name]) in {_place(own[name])} - there}
+    fits = state.keys() - kept
+    left_out = [name for name, tensor in before.items() if name not in fits and _place(tensor) not in used]
+    skipped = _skipped([*own, *state], skip)
     other = {name: (tuple(state[name].shape), tuple(own[name].shape)) for name in own.keys() & state.keys() - skipped}
     other = {name: shapes for name, shapes in sorted(other.items()) if shapes[0] != shapes[1]}
-    loaded = {name: state[name] for name in own if name in state and name not in other and name not in skipped}
+    loaded = {name: state[name] for name in own if name in fits and name not in other and name not in skipped}
     tied = {_place(own[name]) for name in loaded}
     new = [name for name in own if name not in loaded and name not in other and _place(own[name]) not in tied]
     unknown = [name for name in state if name not in own and name not in skipped]
     if not loaded:
         raise Refused(
             f"{source}: nothing in it fits the model: it has {_listed(state)}, the model {_listed(own)}; "
-            "see --init.rename 'OLD.=NEW.'"
+            "rename them in adapt_state_dict(state, model) of the task"
         )
-    if not init.partial:
-        gone = {
-            name for name in new if any(f".{one}".endswith(f".{name}") for one in left_out)
-        }  # whatever it begins with
-        missing = [name for name in new if name not in skipped | gone]
-        _check_whole(source, other, missing, unknown)
-    out = [*left_out, *(name for name in state if name in skipped or name not in own)]
+    gone = {name for name in new if any(f".{one}".endswith(f".{name}") for one in left_out)}  # whatever it begins with
+    missing = [name for name in new if name not in skipped | gone | kept]
+    _check_whole(source, other, missing, unknown)
+    out = [*left_out, *(name for name in state if name in skipped)]
     weights = {name: tensor.to(own[name].dtype).contiguous() for name, tensor in loaded.items()}
-    return Fitted(source.removeprefix("--init "), weights, new, out, other)
+    return Fitted(source.removeprefix("--init "), weights, new, out)
 
 
 def _check_whole(
@@ -223,8 +221,8 @@ def _check_whole(
         names, end = (missing, "missing in it") if missing else (unknown, "not in the model")
         what = f"{_listed(names)} {'is' if len(names) == 1 else 'are'} {end}"
     raise Refused(
-        f"{source}: {what}; to skip it: --init.skip '{name.rpartition('.')[0] or name}', or to load what "
-        "fits: --init.partial true"
+        f"{source}: {what}; to skip it: --init_skip '{name.rpartition('.')[0] or name}', or to change it: "
+        "adapt_state_dict(state, model) of the task"
     )
 
 
@@ -239,32 +237,6 @@ def _unwrapped(state: dict[str, Tensor], own: Iterable[str]) -> dict[str, Tensor
     return max(bare, state, key=lambda one: len(one.keys() & set(own)))
 
 
-def _renames(text: str) -> list[tuple[str, str]]:
-    """Return pairs of a prefix and its replacement."""
-    pairs = [part.strip().partition("=") for part in text.split(",") if part.strip()]
-    for old, sign, _ in pairs:
-        if not sign:
-            raise Refused(f"--init.rename {text}: give OLD=NEW, prefixes of names, separated by commas: {old}=")
-    return [(old, new) for old, _, new in pairs]
-
-
-def _renamed(state: dict[str, Tensor], text: str) -> dict[str, Tensor]:
-    """Return the weights with renamed prefixes: 'backbone.=encoder.', or '=encoder.' before every name.
-
-    Raises:
-        Refused: no name has the prefix, or two names would become one.
-    """
-    made = dict(state)
-    for old, new in _renames(text):
-        if not any(name.startswith(old) for name in made):
-            raise Refused(f"--init.rename {old}={new}: no name begins with {old}; there are {_listed(made)}")
-        pairs = [(new + name.removeprefix(old) if name.startswith(old) else name, one) for name, one in made.items()]
-        if len(dict(pairs)) < len(pairs):
-            raise Refused(f"--init.rename {old}={new}: two tensors would get one name")
-        made = dict(pairs)
-    return made
-
-
 def _skipped(names: list[str], patterns: str) -> set[str]:
     """Return the names that patterns match, by the name itself or by a module that contains it.
 
@@ -276,7 +248,7 @@ def _skipped(names: list[str], patterns: str) -> set[str]:
         matched = {name for name in names if matches(name, [pattern])}
         if not matched:
             raise Refused(
-                f"--init.skip {pattern}: neither the file nor the model has such a name"
+                f"--init_skip {pattern}: neither the file nor the model has such a name"
                 + nearest(pattern, names, otherwise=f"; they have {_listed(names)}")
             )
         found |= matched

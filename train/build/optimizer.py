@@ -76,19 +76,26 @@ def _arguments(optim: Optim, known: dict[str, Any]) -> dict[str, Any]:
             there = nearest(name, known, otherwise=f"; there are {', '.join(sorted(known.keys() - _NOT_TAKEN))}")
             raise Refused(f"--optim.args.{name}: {optim.name} takes no such argument{there}")
         given[name] = _like(value, known[name], name)
-    momentum = "betas" if "betas" in known else "momentum" if optim.name == "sgd" else ""
-    if (not momentum or momentum in given) and optim.momentum != configuration.fields()["optim.momentum"].default:
-        raise Refused(
-            f"--optim.momentum {optim.momentum} has no effect on {optim.name} here; leave it out, or use --optim.args"
-        )
+    _check_momentum(optim, known)
     if optim.weight_decay and "weight_decay" not in known:
         raise Refused(f"{optim.name} has no weight decay; give --optim.weight_decay 0")
     common: dict[str, Any] = {"lr": optim.lr}
     if "weight_decay" in known:
         common["weight_decay"] = optim.weight_decay
-    if momentum:
-        common[momentum] = optim.momentum if momentum == "momentum" else (optim.momentum, *known["betas"][1:])
+    if optim.name == "sgd":
+        common["momentum"] = optim.momentum
     return common | given
+
+
+def _check_momentum(optim: Optim, known: dict[str, Any]) -> None:
+    """Check that optim.momentum says the momentum of sgd. Raises Refused: it does not."""
+    betas, is_sgd = optim.args.get("betas"), optim.name == "sgd" and "momentum" not in optim.args
+    is_default = optim.momentum == configuration.fields()["optim.momentum"].default
+    is_same = isinstance(betas, list) and betas[0] == optim.momentum  # a run of before: see config/removed.py
+    if is_default or is_sgd or is_same:
+        return
+    way = f"use --optim.args.betas '[{optim.momentum}, 0.999]'" if "betas" in known else "use --optim.args"
+    raise Refused(f"--optim.momentum {optim.momentum} has no effect on {optim.name} here; leave it out, or {way}")
 
 
 def _like(value: Any, default: Any, name: str) -> Any:

@@ -25,8 +25,8 @@ over the first."""
 def rate_scale(config: Config) -> float:
     """Return the factor between optim.lr and the peak learning rate.
 
-    linear: batch_size / base_batch_size (Goyal et al., "Accurate, Large Minibatch SGD", 2017, section 2.1);
-    sqrt: its square root (Krizhevsky, "One weird trick", 2014, section 5).
+    linear: batch_size / base_batch_size (Goyal et al., "Accurate, Large Minibatch SGD", 2017, section 2.1); sqrt, in
+    runs of earlier versions: its square root.
     """
     ratio = config.batch_size / config.schedule.base_batch_size
     return {"none": 1.0, "linear": ratio, "sqrt": math.sqrt(ratio)}[config.schedule.scaling]

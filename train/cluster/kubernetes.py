@@ -79,7 +79,7 @@ def check(asked: Submission) -> None:
         raise Refused(f"--container {asked.image!r}: give an image as for docker push: REGISTRY/NAME:TAG")
     if asked.warn > 86400:
         raise Refused(f"--warn {asked.warn}: give at most 86400 seconds")
-    init = asked.flags.get("init.file")
+    init = asked.flags.get("init")
     if init and not posixpath.normpath(init).startswith(("/workspace/runs/", "/datasets/")):
         raise Refused(
             f"--init {init}: pods cannot read this machine's files; put it into the claim for runs or data, and "

@@ -44,7 +44,7 @@ def run(options: Namespace, runs: Path) -> int:
     record, restarts = of.read(), number("max-restarts", options.max_restarts)
     spec = spec_of(record, of.read_config())
     config.check_flags(options.flags)
-    if init := next((name for name in options.flags if name.startswith("init.")), None):
+    if init := next((name for name in ("init", "init_skip") if name in options.flags), None):
         raise Refused(f"--{init}: a fork uses the weights of its checkpoint; for others: train launch TASK --init FILE")
     programs.of(spec).check_can("fork", of.name)
     step = (

@@ -195,8 +195,8 @@ def check_now(request: Request, runs: Path | None, is_here: bool = True) -> None
     tasks.locate(request.task)
     config.check_flags(request.flags)
     file = config.read_toml(Path(request.config_file)) if request.config_file is not None else {}
-    flags, init = request.flags, file.get("init")
-    init = flags.get("init.file") or (init.get("file") if isinstance(init, dict) else None)
+    flags = request.flags
+    init = flags.get("init") or file.get("init")
     if is_here and flags.get("data.root") and request.task in tasks.BUILT_IN:
         tasks.data_root(flags["data.root"])  # a user's own task may create the folder
     if not is_here:  # here the launch itself checks this
@@ -204,7 +204,7 @@ def check_now(request: Request, runs: Path | None, is_here: bool = True) -> None
 
         unused_fields.check_early(tasks.locate(request.task), request.flags, request.config_file)
     if isinstance(init, str) and init:
-        request.flags = flags | {"init.file": str(_weights_at(init, runs)) if runs is not None else init}
+        request.flags = flags | {"init": str(_weights_at(init, runs)) if runs is not None else init}
 
 
 def _weights_at(text: str, runs: Path) -> Path:

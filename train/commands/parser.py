@@ -37,9 +37,6 @@ _INVALID_CHOICE = re.compile(r"invalid choice: '(.*)' \(choose from (.*)\)")
 _MISSING = "the following arguments are required: "
 """Beginning of argparse's message about missing arguments."""
 
-_ALIASES = {"log.trace": "--trace", "init.file": "--init"}
-"""Maps a field to its shorter flag."""
-
 
 class Parser(argparse.ArgumentParser):
     """The parser of one command. It looks its flags up by name."""
@@ -113,9 +110,8 @@ class Parser(argparse.ArgumentParser):
                 groups[of] = self.add_argument_group(f"fields of {of}")
             first = self._sections.get(self.fields_section, super())
             add = (first if name in _FIRST else groups[of]).add_argument
-            names = [f"--{name}", *([_ALIASES[name]] if name in _ALIASES else [])]
             text = one_line(info.help).replace("%", "%%") if info.may_change or not is_resume else SUPPRESS
-            action = add(*names, action=_Field, metavar=kind + default, help=text)
+            action = add(f"--{name}", action=_Field, metavar=kind + default, help=text)
             self._known(action, words(*choices) if choices else None)
 
     def flag(self, name: str) -> Action:
@@ -128,10 +124,11 @@ class Parser(argparse.ArgumentParser):
         if plain not in self.flags and self.takes_fields and plain.startswith(("task.", "optim.args.")):
             self.add_argument(f"--{plain}", action=_Field, help="known to the task or to torch only")
         if plain not in self.flags:
+            from ..config import removed  # late: most commands take no fields
+
             known = [action.option_strings[-1][2:] for action in self.flags.values()]
-            raise Refused(
-                f"unknown flag --{plain}{nearest(plain, known, otherwise=f'; see: {self.prog} --help', dashes='--')}"
-            )
+            near = nearest(plain, known, otherwise=f"; see: {self.prog} --help", dashes="--")
+            raise Refused(f"--{plain}{removed.hint(plain)}" if removed.hint(plain) else f"unknown flag --{plain}{near}")
         return self.flags[plain]
 
     def error(self, message: str) -> NoReturn:

@@ -16,6 +16,7 @@ import pydantic_core
 from pydantic import TypeAdapter
 
 from ..errors import Refused, nearest, one_line, shortened
+from . import removed
 from .fields import (
     fields,
     flatten,
@@ -50,12 +51,16 @@ def resolve(
     """
     _settings_types(settings, task_file)  # refuse annotations that are no types before values
     flat: dict[str, Any] = {"epochs": fields()["epochs"].default}
-    flat = layer(dict(defaults), settings, f"DEFAULTS in {task_file}: ", flat)
+    source = f"DEFAULTS in {task_file}: "
+    removed.check(defaults, source)
+    flat = layer(dict(defaults), settings, source, flat)
     build(flat, settings, source=f"{task_file}: ", partial=True)
     if config_file is not None:
         source = f"{config_file}: "
         # check the file alone first, so that a message names the file and not the flags
-        flat = layer(flatten(read_toml(Path(config_file)), source), settings, source, flat)
+        given = flatten(read_toml(Path(config_file)), source)
+        removed.check(given, source)
+        flat = layer(given, settings, source, flat)
         build(flat, settings, source=source, partial=True)
     config = with_flags(flags, settings=settings, task_file=task_file, flat=flat)
     check_lasts(config, settings)
@@ -70,6 +75,7 @@ def with_flags(flags: Mapping[str, str], *, settings: type | None, task_file: Pa
     """
     own = {f"task.{name}": hint for name, hint in _settings_types(settings, task_file).items()}
     known = _types(flags) | own
+    removed.check(flags, "--")
     for name in flags:
         if name not in known:
             hint = nearest(name, known, otherwise=f"; the settings of this task: {', '.join(own)}" if own else "")
@@ -128,6 +134,7 @@ def check_flags(flags: Mapping[str, str]) -> dict[str, Any]:
         Refused: a value does not fit its field, or two fields exclude each other.
     """
     known = _types(flags)
+    removed.check(flags, "--")
     values = {name: parse_value(name, known[name], text) for name, text in flags.items() if name in known}
     layer(values, None, "", {})
     return values
@@ -219,7 +226,7 @@ def _from_tree(tree: dict[str, Any], settings: type | None, source: str) -> Conf
     for field in dataclasses.fields(settings) if settings else ():
         if field.default is None:
             blank[f"task.{field.name}"] = None
-    flat = layer(flatten(tree, source), settings, source, blank)
+    flat = layer(removed.modern(flatten(tree, source)), settings, source, blank)
     return build(flat, settings, source=source)
 
 

@@ -50,6 +50,11 @@ def _as_argument(value: Any, check: Callable[[Any], Any]) -> Any:
 Argument = Annotated[bool | float | list[float] | None, WrapValidator(_as_argument)]
 """A value in `optim.args`; None: the argument is not passed."""
 
+Scaling = Annotated[
+    Literal["none", "linear"], WrapValidator(lambda value, check: value if value == "sqrt" else check(value))
+]
+"""A rule for the learning rate. Runs of earlier versions may have sqrt, too; removed.py refuses it in requests."""
+
 if TYPE_CHECKING:
     StrategyName = str
 else:
@@ -71,7 +76,7 @@ class Optim:
     lr: Annotated[float, Field(gt=0, le=1e30)] = 1e-3
     """Peak learning rate, before schedule.scaling."""
     momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9
-    """Momentum of sgd, or beta1 of optimizers with betas. Other optimizers read theirs from optim.args."""
+    """Momentum of sgd. Other optimizers read theirs from optim.args, such as optim.args.betas."""
     weight_decay: Annotated[float, Field(ge=0, le=1e6)] = 0.01
     """Weight decay. adamw applies it decoupled from the gradient."""
     args: dict[str, Argument] = dataclasses.field(default_factory=dict)
@@ -101,8 +106,8 @@ class Schedule:
     """For decay step: epochs between two drops."""
     gamma: Annotated[float, Field(gt=0, le=1)] = 0.1
     """For decay step: factor of each drop."""
-    scaling: Literal["none", "linear", "sqrt"] = "none"
-    """Scale lr by batch_size / base_batch_size (linear; Goyal et al., 2017) or by its square root (sqrt)."""
+    scaling: Scaling = "none"
+    """linear: multiply lr by batch_size / base_batch_size (Goyal et al., 2017)."""
     base_batch_size: Count = 256
     """Global batch size for which optim.lr was chosen. Used by scaling."""
 
@@ -187,8 +192,6 @@ class Log:
     mfu: Changeable[bool] = False
     """true: log mfu, the share of the GPU's peak that forward and backward use. Only on known GPUs. Not for a task that
     compiles functions itself: torch.compile is off in the first step of an attempt, which counts the operations."""
-    trace: Changeable[str] = ""
-    """Steps FIRST:LAST of rank 0 to trace with torch's profiler, into trace/ of the run folder. Empty: none."""
     wandb: Changeable[str] = ""
     """PROJECT or ENTITY/PROJECT of Weights & Biases to send curves to. Empty: none. Needs the package wandb. With
     WANDB_MODE=offline the curves stay in the run folder."""
@@ -203,18 +206,6 @@ class Eval:
     """Steps between two evaluations. The run also evaluates at the end. Replaces every_epochs."""
     limit_batches: Changeable[Annotated[int, Field(ge=0, le=2**62)]] = 0
     """Maximum number of global batches per evaluation: a random choice of samples, always the same. 0: all."""
-
-
-@dataclass(config=_STRICT, kw_only=True)
-class Init:
-    file: str = ""
-    """Weights to start from: a file (.safetensors, or of torch.save), or a run: NAME, NAME@best or NAME@STEP."""
-    skip: str = ""
-    """Weights that are not loaded: patterns of names with commas, such as 'fc.*,embed'."""
-    rename: str = ""
-    """Prefixes of names in the file to replace: 'backbone.=encoder.,old.=new.'."""
-    partial: bool = False
-    """true: load the weights whose name and shape fit. false: all must fit."""
 
 
 @dataclass(config=_STRICT)
@@ -289,6 +280,12 @@ class Config:
     cpu_threads: Annotated[int, Field(ge=1, le=4096)] | None = None
     """CPU threads per rank, fixed for the life of the run: another number gives other bits. Default: OMP_NUM_THREADS if
     set; else 1 for a model with fewer than 100,000 parameters on a CPU; else cores / ranks."""
+    init: str = ""
+    """Weights to start from: a file (.safetensors, or of torch.save), or a run: NAME, NAME@best or NAME@STEP."""
+    init_skip: str = ""
+    """Weights of init that are not loaded: patterns of names with commas, such as 'fc.*,embed'."""
+    trace: Changeable[str] = ""
+    """Steps FIRST:LAST of rank 0 to trace with torch's profiler, into trace/ of the run folder. Empty: none."""
     freeze: str = ""
     """Parameters that are not trained: patterns of parameter or module names with commas, such as 'backbone.*,embed'.
     Fully frozen modules stay in eval mode."""
@@ -299,7 +296,6 @@ class Config:
     checkpoint: Checkpoint = dataclasses.field(default_factory=Checkpoint)
     log: Log = dataclasses.field(default_factory=Log)
     eval: Eval = dataclasses.field(default_factory=Eval)
-    init: Init = dataclasses.field(default_factory=Init)
     ema: Ema = dataclasses.field(default_factory=Ema)
     early_stopping: EarlyStopping = dataclasses.field(default_factory=EarlyStopping)
     watch: Watch = dataclasses.field(default_factory=Watch)

@@ -196,7 +196,7 @@ def check_run(
     check_sync_batchnorm(config, device, ranks, plan.length)
     total = objects.total_steps(config, plan)
     schedule.check(task, config, total)
-    trace.steps_of(config.log.trace, total=total)
+    trace.steps_of(config.trace, total=total)
     return _Checked(
         precision=precision, cards=cards, train_set=train_set, eval_sets=eval_sets, samples=samples, total=total,
         threads=problem, warnings=warnings,

@@ -15,7 +15,7 @@ from ..build.objects import config_of, task_of
 from ..build.updates import read_updates, spread_updates
 from ..checkpoint import manifest as manifests
 from ..checkpoint.load import load
-from ..config import Config, Init, Parallel
+from ..config import Config, Parallel
 from ..data import fingerprint
 from ..errors import Refused
 from ..parallel.precision import cpu_precision
@@ -60,7 +60,7 @@ def prepare_fork(run: Run, step: int, flags: dict[str, str], ranks: int) -> Plan
         raise Refused(f"--optim.name {config.optim.name} cannot load the state of {before.optim.name}; {way}")
     if config.overfit != before.overfit:
         raise Refused(f"a fork cannot change --overfit; start a new run with its weights: --init {run.name}@{step}")
-    config.init = Init()  # the weights come from the checkpoint
+    config.init = config.init_skip = ""  # the weights come from the checkpoint
     manifest, folder = manifests.verified(run, step), run.checkpoint(step)
     is_other = "batch_size" in flags or ranks != record["world_size"]
     config.micro_batches = config.micro_batches or "full"  # the run is from an earlier version

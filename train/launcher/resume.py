@@ -11,7 +11,7 @@ from .. import config as configuration
 from ..build import objects, sampling
 from ..build.objects import config_of, data_differs, task_of
 from ..checkpoint import manifest as manifests
-from ..config import Config, strategies
+from ..config import Config, removed, strategies
 from ..config.resolve import check_changes
 from ..data import fingerprint
 from ..errors import Refused
@@ -53,7 +53,7 @@ def prepare_resume(run: Run, flags: dict[str, str], local: int, nodes: range = A
     step, manifest, unused = manifests.newest_valid(run)
     if manifest:
         what = f"{run.folder / 'config.toml'} does not fit the checkpoints of {run.name}"
-        check_changes(manifest["config"], configuration.to_flat(config), what=what)
+        check_changes(removed.modern(manifest["config"]), configuration.to_flat(config), what=what)
         if manifest.get("task_sha256") != task.sha256:
             if not task.is_built_in:
                 raise Refused(f"{task.file} has changed since {run.name} started; put the original back")
@@ -84,8 +84,8 @@ def prepare_resume(run: Run, flags: dict[str, str], local: int, nodes: range = A
     for field in [field for field in checks.METRICS if field in flags]:
         known = {name: None for line in evaluations(run) for name in line["eval"]}
         checks.check_metric(field, config, task, found.eval_sets, known)
-    if "log.trace" in flags:
-        trace.steps_of(config.log.trace, run.newest_checkpoint, found.total)
+    if "trace" in flags:
+        trace.steps_of(config.trace, run.newest_checkpoint, found.total)
     is_first_of_several = record["world_size"] == 1 < ranks
     splits = strategies.of(config.parallel.strategy, ranks).splits_parameters
     if is_first_of_several or splits or config.parallel.recompute:

@@ -27,9 +27,8 @@ _INSTEAD = {
 _PLAIN = ("optim.name", "optim.lr", "optim.momentum", "optim.weight_decay")
 """Fields that a task's DEFAULTS may set although they have no effect."""
 _NEEDS: dict[str, tuple[str, tuple[Any, ...]]] = {
-    "init.skip": ("init.file", ()),
-    "init.rename": ("init.file", ()),
-    "init.partial": ("init.file", ()),
+    "init_skip": ("init", ()),
+    "optim.momentum": ("optim.name", ("sgd",)),
     "ema.warmup": ("ema.decay", ()),
     "checkpoint.keep_best": ("checkpoint.best", ()),
     "early_stopping.patience": ("early_stopping.metric", ()),
@@ -38,7 +37,7 @@ _NEEDS: dict[str, tuple[str, tuple[Any, ...]]] = {
     "schedule.decay_share": ("schedule.decay", ("wsd",)),
     "schedule.step_epochs": ("schedule.decay", ("step",)),
     "schedule.gamma": ("schedule.decay", ("step",)),
-    "schedule.base_batch_size": ("schedule.scaling", ("linear", "sqrt")),
+    "schedule.base_batch_size": ("schedule.scaling", ("linear",)),
     **{
         f"parallel.{field}": ("parallel.strategy", strategies.with_field(field))
         for field in ("shard_size", "wrap", "find_unused_parameters")
@@ -48,6 +47,8 @@ _NEEDS: dict[str, tuple[str, tuple[Any, ...]]] = {
 """Maps a field to the field that must be set for it to have any effect, and to the values that count; (): any."""
 _OR = {"parallel.wrap": ("compile", "blocks")}
 """Maps a field to another field, and its value, with which it has an effect too."""
+_OTHER_WAYS = {"optim.momentum": "other optimizers take --optim.args.betas '[0.9, 0.999]'"}
+"""Maps a field to the end of the refusal, if there is a better way than the missing field."""
 _EXCLUDED_BY = {"log.mfu": ("compile", "parallel.recompute")}
 """Maps a field to the fields that cancel its effect."""
 _OF_SCRIPTS = "watch.healthy_minutes"
@@ -149,11 +150,13 @@ def check(task: Task, config: Config, asked: Asked) -> None:
 
 def _problem(name: str, task: Task, flat: dict[str, Any], source: Source) -> str:
     """Return why a field has no effect; '' if it has one."""
-    is_of_task = (name.startswith("init.") and task.pretrained is not None) or (
-        name.startswith(_INSTEAD["schedule"]) and task.schedule is not None
+    is_of_task = (
+        (name == "init_skip" and task.pretrained is not None)
+        or (name.startswith(_INSTEAD["schedule"]) and task.schedule is not None)
+        or (name.startswith(_OPTIM) and bool(task.optimizer or task.updates))
     )
     if not is_of_task and (which := _lacks(name, flat)):
-        return f"has no effect without {which}; give both, or neither"
+        return f"has no effect without {which}; {_OTHER_WAYS.get(name, 'give both, or neither')}"
     for other in _EXCLUDED_BY.get(name, ()):
         if flat[other]:
             return f"has no effect with --{other}; leave out one of them"

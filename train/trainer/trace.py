@@ -1,4 +1,4 @@
-"""A trace of some steps by torch's profiler, for https://ui.perfetto.dev and chrome://tracing (`log.trace`)."""
+"""A trace of some steps by torch's profiler, for https://ui.perfetto.dev and chrome://tracing (`trace`)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _MOST = 100
 
 
 def steps_of(text: str, done: int = 0, total: int | None = None) -> range:
-    """Return the steps that log.trace names, counted from 1.
+    """Return the steps that the field trace names, counted from 1.
 
     Args:
         done: a resume continues after this step.

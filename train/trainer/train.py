@@ -155,7 +155,7 @@ class Loop:
         skips = job.config.on_nan == "skip"
         self._skipped = job.world.on_first(lambda: skipped_steps(job.run)) if skips else []
         self._flops = flops_of(job.config, job.world)
-        traced = steps_of(job.config.log.trace if job.world.is_first else "")
+        traced = steps_of(job.config.trace if job.world.is_first else "")
         self.trace = Trace(job.run, traced, device.type == "cuda", job.loggers.say)
         early = job.config.early_stopping
         self._early = StoppingRule(early, job.run, job.world) if early.metric else None

@@ -24,7 +24,6 @@ from train.build import initial_weights
 from train.build.initial_weights import fit, read
 from train.checkpoint import manifest as manifests
 from train.checkpoint.load import weights_in
-from train.config import Init
 from train.errors import Refused
 from train.launcher.checks import prepare
 from train.launcher.request import Request
@@ -70,8 +69,8 @@ def written(tmp_path: Path, made: Any) -> dict[str, Tensor]:
 )
 def test_files_as_programs_write_them_are_read_whole(tmp_path: Path, wrap: Any) -> None:
     expected, model = state(), Net()
-    found = fit(model, written(tmp_path, wrap(expected)), Init(), "made.pth")
-    assert not found.left_out and not found.other_shape and set(found.new) <= {"backbone.1.num_batches_tracked"}
+    found = fit(model, written(tmp_path, wrap(expected)), "", "made.pth")
+    assert not found.left_out and set(found.new) <= {"backbone.1.num_batches_tracked"}
     for name, tensor in found.weights.items():
         assert tensor.dtype == expected[name].dtype and torch.allclose(tensor, expected[name], atol=1e-3)
 
@@ -81,9 +80,13 @@ def test_another_head_a_prefix_and_a_part_are_loaded_and_the_table_is_true(tmp_p
     there |= {"fc.weight": state(10)["fc.weight"], "fc.bias": state(10)["fc.bias"], "rotary": torch.ones(1)}
     model = Net()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    found = fit(model, there, Init(skip="fc.*,rotary", rename="encoder.=backbone."), "--init wild.pth")
+
+    def renamed(state: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {name.replace("encoder.", "backbone."): one for name, one in state.items()}
+
+    found = fit(model, there, "fc.*,rotary", "--init wild.pth", renamed)
     assert list(found.weights) == [name for name in before if name.startswith("backbone")]
-    assert found.new == ["fc.weight", "fc.bias"] and not found.other_shape
+    assert found.new == ["fc.weight", "fc.bias"]
     assert found.left_out == ["fc.weight", "fc.bias", "rotary"]
     numbers = sum(tensor.numel() for tensor in found.weights.values())
     assert found.table() == [
@@ -91,10 +94,14 @@ def test_another_head_a_prefix_and_a_part_are_loaded_and_the_table_is_true(tmp_p
         "  left out     fc.weight, fc.bias, rotary",
         "  new          fc.weight, fc.bias",
     ]
-    partly = fit(model, there, Init(partial=True, rename="encoder.=backbone."), "wild.pth")
-    assert partly.weights.keys() == found.weights.keys() and partly.left_out == ["rotary"] and not partly.new
-    assert partly.other_shape == {"fc.bias": ((10,), (3,)), "fc.weight": ((10, 6), (3, 6))}
-    assert partly.table()[-1] == "  other shape  fc.bias (10,) for (3,), fc.weight (10, 6) for (3, 6)"
+
+    def fitting(state: dict[str, Tensor]) -> dict[str, Tensor]:  # as in docs/tasks.md
+        own, state = model.state_dict(), renamed(state)
+        return own | {name: one for name, one in state.items() if name in own and one.shape == own[name].shape}
+
+    partly = fit(model, there, "", "wild.pth", fitting)
+    assert partly.weights.keys() == found.weights.keys() and partly.new == found.new
+    assert partly.left_out == ["fc.weight", "fc.bias", "rotary"]
     for name, tensor in model.state_dict().items():  # fitting changes nothing
         assert torch.equal(tensor, before[name])
 
@@ -104,32 +111,32 @@ def test_tied_weights_are_loaded_by_either_name() -> None:
     model.out = nn.Linear(6, 4, bias=False)
     model.out.weight = model.fc.weight
     there = {name: tensor for name, tensor in model.state_dict().items() if name != "out.weight"}
-    found = fit(model, there, Init(), "tied.safetensors")
+    found = fit(model, there, "", "tied.safetensors")
     assert not found.new and "out.weight" not in found.weights
 
 
 @pytest.mark.parametrize(
-    ("change", "init", "words"),
+    ("change", "skip", "words"),
     [
         (
             lambda s: s | {"fc.weight": torch.ones(10, 6)},
-            {},
+            "",
             r"fc.weight has shape \(10, 6\), the model's \(3, 6\);.*'fc'",
         ),
-        (lambda s: s | {"extra.weight": torch.ones(1)}, {}, "extra.weight is not in the model;.*--init.skip 'extra'"),
-        (lambda s: {n: t for n, t in s.items() if "fc" not in n}, {}, "fc.weight, fc.bias are missing in it;.*partial"),
-        (lambda s: {f"x.{n}": t for n, t in s.items()}, {}, "nothing in it fits.* x.backbone.0.weight.*OLD.=NEW."),
-        (lambda s: {f"x.{n}": t for n, t in s.items()}, {"partial": True}, "nothing in it fits"),
-        (lambda s: s, {"skip": "*"}, "nothing in it fits"),
-        (lambda s: s, {"skip": "fcc.*"}, "--init.skip fcc.*: neither the file nor the model"),
-        (lambda s: s, {"rename": "encoder.=x."}, "no name begins with encoder."),
-        (lambda s: s, {"rename": "backbone"}, "give OLD=NEW"),
-        (lambda s: s, {"rename": "fc.weight=fc.bias"}, "two tensors would get one name"),
+        (lambda s: s | {"extra.weight": torch.ones(1)}, "", "extra.weight is not in the model;.*--init_skip 'extra'"),
+        (
+            lambda s: {n: t for n, t in s.items() if "fc" not in n},
+            "",
+            "fc.weight, fc.bias are missing in it;.*adapt_state",
+        ),
+        (lambda s: {f"x.{n}": t for n, t in s.items()}, "", "nothing in it fits.* x.backbone.0.weight.*rename them"),
+        (lambda s: s, "*", "nothing in it fits"),
+        (lambda s: s, "fcc.*", "--init_skip fcc.*: neither the file nor the model"),
     ],
 )
-def test_what_does_not_fit_is_refused_with_the_way(change: Any, init: dict[str, Any], words: str) -> None:
+def test_what_does_not_fit_is_refused_with_the_way(change: Any, skip: str, words: str) -> None:
     with pytest.raises(Refused, match=words):
-        fit(Net(), change(state()), Init(**init), "--init made.pth")
+        fit(Net(), change(state()), skip, "--init made.pth")
 
 
 @pytest.mark.parametrize(
@@ -180,7 +187,7 @@ def adapt_state_dict(state, model):
         file.write("x")
     return {name.removeprefix("body."): tensor for name, tensor in state.items() if "head" not in name}
 
-DEFAULTS = {"init.skip": "2", "optim.lr": 0.01}
+DEFAULTS = {"init_skip": "2", "optim.lr": 0.01}
 """
 
 
@@ -261,17 +268,17 @@ def test_what_a_task_leaves_out_may_be_missing_whatever_its_name_began_with() ->
     def adapt(state: dict[str, Tensor]) -> dict[str, Tensor]:
         return {name.removeprefix("vit."): tensor for name, tensor in state.items() if "fc" not in name}
 
-    found = fit(Net(), there, Init(), "vit.pth", adapt)
+    found = fit(Net(), there, "", "vit.pth", adapt)
     assert found.left_out == ["vit.fc.weight", "vit.fc.bias"] and found.new == ["fc.weight", "fc.bias"]
     with pytest.raises(Refused, match=r"backbone\.0\.weight, .* are missing in it"):
-        fit(Net(), {"fc.weight": there["vit.fc.weight"][:3], "x": torch.ones(1)}, Init(skip="x"), "x.pth")
+        fit(Net(), {"fc.weight": there["vit.fc.weight"][:3], "x": torch.ones(1)}, "x", "x.pth")
 
 
 def test_a_classifier_of_ddp_is_left_out_by_images_too() -> None:
     there = {f"module.{name}": tensor for name, tensor in images.network("resnet18", 10).state_dict().items()}
     model = images.network("resnet18", 3)
-    found = fit(model, there, Init(), "ddp.pth", lambda state: images.adapt_state_dict(state, model))
-    assert found.new == ["fc.weight", "fc.bias"] and not found.other_shape
+    found = fit(model, there, "", "ddp.pth", lambda state: images.adapt_state_dict(state, model))
+    assert found.new == ["fc.weight", "fc.bias"]
 
 
 @pytest.mark.parametrize(
@@ -337,10 +344,10 @@ def test_a_run_begins_with_the_weights_of_another_by_name(finished: Station, tmp
     done = finished("run", "digits", "--name", "never", "--init", "done")
     (finished.folder / "done").unlink()
     assert done.returncode == 2 and "both a file and a run have this name; give ./done" in done.stderr
-    done = finished("run", "digits", "--name", "never", "--init.skip", "7")
-    assert done.returncode == 2 and "--init.skip 7 has no effect without --init.file" in done.stderr
+    done = finished("run", "digits", "--name", "never", "--init_skip", "7")
+    assert done.returncode == 2 and "--init_skip 7 has no effect without --init;" in done.stderr
     assert not (finished.runs / "never").exists()
-    (tmp_path / "init.toml").write_text('[init]\nfile = "done@best"\n')
+    (tmp_path / "init.toml").write_text('init = "done@best"\n')
     finished.ok("run", "digits", "--name", "by-toml", "--config", tmp_path / "init.toml", *flags)
     assert finished.record("by-toml")["weights_sha256"] == finished.record("done")["weights_sha256"]
 

@@ -296,7 +296,7 @@ def _folders(root: Path, *names: str) -> Path:
         (["fake", "--task.widht", "1"], ["unknown field --task.widht"]),
         (["digits", "--task.dropout", "2"], ["--task.dropout 2", "less"]),
         (["digits", "--trace", "5"], ["--trace 5", "such as 20:25"]),
-        (["digits", "--log.trace", "5:6", "--steps", "5"], ["the run makes steps 1 to 5"]),
+        (["digits", "--trace", "5:6", "--steps", "5"], ["the run makes steps 1 to 5"]),
         (["digits", "--early_stopping.metric", "loss", "--eval.every_epochs", "0"], ["--eval.every_epochs"]),
         (["digits", "--precision", "fp16", "--device", "cpu"], ["fp16 needs a GPU", "bf16"]),
         (["digits", "--sync_batchnorm", "true", "--device", "cpu"], ["sync_batchnorm", "leave it out"]),

@@ -49,6 +49,8 @@ SCHEDULE = "def schedule(step, total_steps, config): return 1.0\n"
         (OPTIMIZER, {"optim.args.eps": "1"}, "--optim.args.eps 1"),
         (READS, {"optim.momentum": "0.5"}, "--optim.momentum 0.5"),
         (READS, {"optim.lr": "0.5"}, ""),
+        (OPTIMIZER.replace("lr=1e-3", "1e-3, momentum=config.optim.momentum"), {"optim.momentum": "0.5"}, ""),
+        ("", {"optim.momentum": "0.9"}, "without --optim.name sgd; other optimizers take --optim.args.betas '[0.9"),
         (UPDATES, {"optim.lr": "0.5"}, "updates() in {} replaces --optim.lr 0.5"),
         (OPTIMIZER, {"schedule.decay": "linear", "clip_grad_norm": "1"}, ""),
         (SCHEDULE, {"schedule.decay_share": "0.3"}, "schedule() in {} replaces --schedule.decay_share 0.3"),
@@ -56,7 +58,7 @@ SCHEDULE = "def schedule(step, total_steps, config): return 1.0\n"
         ("", {"schedule.gamma": "0.3"}, "--schedule.gamma 0.3 has no effect without --schedule.decay step"),
         ("", {"schedule.gamma": "0.3", "schedule.decay": "step"}, ""),
         ("", {"schedule.min_factor": "0.3", "schedule.decay": "constant"}, "--schedule.min_factor 0.3"),
-        ("", {"schedule.base_batch_size": "32"}, "without --schedule.scaling linear or sqrt"),
+        ("", {"schedule.base_batch_size": "32"}, "without --schedule.scaling linear"),
         ("", {"parallel.find_unused_parameters": "true", "parallel.strategy": "single"}, "strategy ddp or auto"),
         ("", {"parallel.wrap": "auto"}, "without --parallel.strategy fsdp or hsdp or --compile blocks; give both"),
         ("", {"parallel.wrap": "Block", "compile": "true"}, "is for fsdp and hsdp, or --compile blocks, not auto"),
@@ -66,7 +68,7 @@ SCHEDULE = "def schedule(step, total_steps, config): return 1.0\n"
         ("", {"ema.warmup": "10"}, "without --ema.decay"),
         ("", {"watch.healthy_minutes": "3"}, "--script"),
         ("", {"eval.every_steps": "5"}, "--eval.every_steps 5 has no effect, because datasets() in {} returns None"),
-        ("", {"eval.every_epochs": "0", "ema.warmup": "0", "init.partial": "false"}, ""),  # off is off
+        ("", {"eval.every_epochs": "0", "ema.warmup": "0", "init_skip": ""}, ""),  # off is off
         ("", {"data.root": "/"}, "{} does not read config.data.root"),
         ("", {"data.name": "MNIST"}, "{} does not read config.data.name"),
         ("", {"log.mfu": "true"}, "--log.mfu true has no effect without --device cuda"),

@@ -20,7 +20,7 @@ def _names(engine: Any, run: str, file: str) -> set[str]:
 
 def test_rank_0_traces_forward_and_backward_of_these_steps(engine: Any) -> None:
     engine.run("untraced", 2, steps=5)
-    engine.run("traced", 2, steps=5, log__trace="2:3")
+    engine.run("traced", 2, steps=5, trace="2:3")
     names = _names(engine, "traced", "steps-2-3.json")
     assert {"aten::addmm", "AddmmBackward0"} <= names
     assert len(list((engine.station.runs / "traced" / "trace").iterdir())) == 1
@@ -28,12 +28,12 @@ def test_rank_0_traces_forward_and_backward_of_these_steps(engine: Any) -> None:
 
 
 def test_a_resume_traces_what_is_left(engine: Any) -> None:
-    engine.run("traced-stopped", 1, ["3 0 SIGTERM"], steps=5, log__trace="2:4")
+    engine.run("traced-stopped", 1, ["3 0 SIGTERM"], steps=5, trace="2:4")
     assert "aten::addmm" in _names(engine, "traced-stopped", "steps-2-3.json")
     engine.resume("traced-stopped", 1)
     assert "aten::addmm" in _names(engine, "traced-stopped", "steps-4-4.json")
     with pytest.raises(Refused, match=re.escape("the run makes steps 6 to 9; give some of them")):
-        engine.resume("traced-stopped", 1, log__trace="4:5", steps=9)
+        engine.resume("traced-stopped", 1, trace="4:5", steps=9)
 
 
 @pytest.mark.parametrize("text", ["20", "3:2", "0:2", "-1:2", "a:b", "1:2:3", "1:500", "٣:٤"])
@@ -44,4 +44,4 @@ def test_what_is_no_range_of_steps_is_refused(text: str) -> None:
 
 def test_steps_that_a_new_run_does_not_make_are_refused(engine: Any) -> None:
     with pytest.raises(Refused, match="--trace 9:11: the run makes steps 1 to 10"):
-        engine.run("never-traced", 1, log__trace="9:11")
+        engine.run("never-traced", 1, trace="9:11")
