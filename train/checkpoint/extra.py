@@ -59,6 +59,8 @@ class Extra:
         if self.objects:
             held = state[OBJECTS]
             states = _unpacked(held, device) if isinstance(held, bytes) else _together(held[0], held[1], device)
+            if missing := self.objects.keys() - states.keys():
+                raise ValueError(f"it has no state of {min(missing)}, which stateful() returns")
             for name, stateful in self.objects.items():
                 stateful.load_state_dict(states[name])
 

@@ -1,4 +1,4 @@
-"""`train fork`: start a new run from a checkpoint of another run, with other fields."""
+"""`train fork`: start a new run from a checkpoint of another run, with other fields or code."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from pathlib import Path
 
 from .. import screen
 from ..errors import EXIT_FINISHED, Refused
+from .completion_values import task_names
 from .options import add_checkpoint, add_name, add_ranks, follow, warn
 from .parser import Parser, number
 
@@ -16,6 +17,9 @@ EXAMPLES = {
     ),
     "train fork demo1 --name demo3 --checkpoint best --epochs 40": (
         "Start from the best checkpoint and train up to epoch 40."
+    ),
+    "train fork demo1 --name demo4 --task net.py": (
+        "Continue with edited code, from the newest checkpoint (without one: from step 0)."
     ),
 }
 
@@ -28,13 +32,15 @@ def add_arguments(parser: Parser) -> None:
     add_name(parser)
     text = "Name of the new run. Default: the old name and the time."
     parser.add_argument("--name", dest="new", metavar="NEW", help=text)
+    text = "The edited task: a file, or a built-in task. Default: the copy in the run folder of NAME."
+    parser.add_argument("--task", metavar="FILE", help=text, offer=task_names)
     add_checkpoint(parser)
     add_ranks(parser)
 
 
 def run(options: Namespace, runs: Path) -> int:
     """Start the new run inside tmux and print its name; with --follow, show it until it ends."""
-    from .. import config
+    from .. import config, tasks
     from ..launcher.launches import Fork
     from ..run import best, folders, owner
     from ..run.spec import spec_of
@@ -50,17 +56,18 @@ def run(options: Namespace, runs: Path) -> int:
     step = (
         best.checkpoint_named(of, by=spec.best_by, text=options.checkpoint, tell=screen.remark) or of.newest_checkpoint
     )
-    if not step:
-        raise Refused(f"{of.name} has no checkpoint yet; see: train show {of.name}")
     name = options.new or folders.fresh_name(runs, of.name)
     folders.check_free(runs, name)
     before = None if options.gpus is not None else str(spec.nproc or record["world_size"])
+    task = str(tasks.locate(options.task)) if options.task is not None else None
     launch = Fork(
-        of.name, step, flags=options.flags,
+        of.name, step, flags=options.flags, task=task,
         runs=str(runs), name=name, nproc=options.nproc or before, gpus=options.gpus, max_restarts=restarts,
         keep_env=options.keep_env or [],
     )  # fmt: skip
     warn(launch.start())
-    screen.remark(f"{name} continues from {of.name} after step {step}")
+    code = f", with the code of {options.task}" if task else ""
+    begins = f"continues from {of.name} after step {step}" if step else f"starts at step 0: {of.name} has no checkpoint"
+    screen.remark(f"{name} {begins}{code}")
     print(name, flush=True)
     return follow(runs, name) if options.follow else EXIT_FINISHED

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from .completion_values import Offer
 
 _FIRST = {
-    "name", "config", "nproc", "gpus", "follow", "script", "spawn", "all", "checkpoint", "on", "nodes",
+    "name", "config", "task", "nproc", "gpus", "follow", "script", "spawn", "all", "checkpoint", "on", "nodes",
     "gpus-per-node", "time", "dry-run", "times", "epochs", "steps", "batch_size", "optim.lr",
 }  # fmt: skip
 """Flags that help shows first, for commands that also take config fields."""

@@ -222,12 +222,25 @@ def from_toml(path: Path, settings: type | None) -> Config:
 
 
 def _from_tree(tree: dict[str, Any], settings: type | None, source: str) -> Config:
-    blank = {name: None for name, info in fields().items() if is_optional(info.annotation)}
+    blank = _blank()
     for field in dataclasses.fields(settings) if settings else ():
         if field.default is None:
             blank[f"task.{field.name}"] = None
     flat = layer(removed.modern(flatten(tree, source)), settings, source, blank)
     return build(flat, settings, source=source)
+
+
+def _blank() -> dict[str, Any]:
+    return {name: None for name, info in fields().items() if is_optional(info.annotation)}
+
+
+def read_flat(path: Path) -> dict[str, Any]:
+    """Read the fields in the config.toml of a run folder, unchecked: they may be of another version of the task.
+
+    Raises:
+        Refused: the file was edited and is no configuration.
+    """
+    return _blank() | removed.modern(flatten(read_toml(path), f"{path}: "))
 
 
 def check_lasts(config: Config, settings: type | None) -> None:

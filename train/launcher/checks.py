@@ -28,13 +28,13 @@ from ..parallel.devices import check_fork, check_kernels, pick_device
 from ..parallel.precision import Precision, auto, lacks_tf32
 from ..parallel.torch_private import without_compiler
 from ..parallel.wrap_units import recompute, wrapped
-from ..run import best, imports
+from ..run import best
 from ..tasks import Task
 from ..trainer import trace
 from ..trainer.loggers import wandb
 from . import batch_norm, deterministic, provenance, unused_fields
 from .request import ALONE, Plan, Request, resolve
-from .task_source import of_task, unused_warning
+from .task_source import kept, of_task, unused_warning
 from .unused_fields import Asked, asked, of_no_use
 
 METRICS = ("checkpoint.best", "early_stopping.metric")
@@ -74,7 +74,7 @@ def prepare(
         Refused: the run is not possible as requested.
     """
     task, config = resolve(request)
-    task, warnings = _ordered(task, config)
+    task, warnings = ordered(task, config)
     everywhere = ranks * nodes[-1]
     chosen = [name for name in ("micro_batch_size", "cpu_threads") if getattr(config, name) in (None, "auto")]
     is_searched = config.micro_batch_size == "auto"
@@ -102,10 +102,9 @@ def prepare(
         check_sync_batchnorm(config, device, everywhere, objects.plan_of(config, found.samples).length)
     if config.cpu_threads is None:
         config.cpu_threads, threads_reason = cores.default_threads(ranks, device, model)
-    needed = imports.Needed({}, {}) if task.is_built_in else imports.read(task.file, beside, config.data.root)
-    samples = objects.plan_of(config, found.samples).length
-    record = _record(request, task, samples, found.total) | {
-        **needed.record(),
+    files, code = kept(task, Path(request.task), config.data.root)
+    record = _record(task, objects.plan_of(config, found.samples).length, found.total) | {
+        **code,
         "world_size": everywhere,
         "chosen": chosen,
         "cpu_threads_reason": threads_reason,
@@ -118,12 +117,7 @@ def prepare(
     }
     data = objects.fingerprint(task, config, train_set=found.train_set, eval_sets=found.eval_sets)
     record["not_exact"] = not_exact(task, config, found)
-    files: dict[str, str | bytes] = {
-        fingerprint.FACTS: json.dumps(data, indent=1) + "\n", "config.toml": configuration.to_toml(config),
-    }  # fmt: skip
-    if not task.is_built_in:
-        files["task.py"] = task.file.read_bytes()
-        files |= needed.files()
+    files |= {fingerprint.FACTS: json.dumps(data, indent=1) + "\n", "config.toml": configuration.to_toml(config)}
     if initial is not None:
         files[initial_weights.FILE] = initial.file()
     warnings += [*_of_hidden(fingerprint.hidden_in(data)), *(f"not exact: {line}" for line in record["not_exact"])]
@@ -134,7 +128,7 @@ def prepare(
     return Plan(files=files, record=record, warnings=warnings, ranks=ranks, task=task, config=config)
 
 
-def _ordered(task: Task, config: Config) -> tuple[Task, list[str]]:
+def ordered(task: Task, config: Config) -> tuple[Task, list[str]]:
     """Return the task without its own order of the samples where `overfit` chooses them, and a warning about it."""
     if config.overfit is None or not task.sampler:
         return task, []
@@ -240,19 +234,14 @@ def not_exact(task: Task, config: Config, found: _Checked) -> list[str]:
     )
 
 
-def _record(request: Request, task: Task, samples: int, total: int) -> dict[str, Any]:
-    """Return the fields of run.json about a new run's task and data."""
-    source = None if task.is_built_in else Path(request.task).absolute()
+def _record(task: Task, samples: int, total: int) -> dict[str, Any]:
+    """Return the fields of run.json about a new run's data and versions."""
     return {
-        "task": task.name if task.is_built_in else "task.py",
-        "task_source": str(source) if source else None,
-        "task_sha256": task.sha256,
         "cwd": os.getcwd(),
         "total_steps": total,
         "samples": samples,
         "sampler": task.sampler,
         "git_revision": provenance.git_revision(),
-        "sets_epoch": True,
         "gathers_products": True,
         "compiles_torch": True,
     }

@@ -126,22 +126,27 @@ class Fork(_New):
 
     Args:
         of: Name of the forked run.
-        step: Step of the checkpoint.
+        step: Step of the checkpoint; 0: the new run starts at the beginning.
         flags: Maps config fields that change to their values, as text.
+        task: Path of an edited version of the task, or a built-in task; None: the forked run's own copy.
     """
 
     of: str
     step: int
     _: dataclasses.KW_ONLY
     flags: dict[str, str] = dataclasses.field(default_factory=dict)
+    task: str | None = None
 
     def check(self) -> Plan:
+        from ..run import imports
         from .fork import prepare_fork
         from .ranks_and_gpus import choose
 
         ranks, visible = choose(self.nproc, self.gpus)
         of_gloo = keep_gloo_at_home(ranks, ALONE)
-        plan = prepare_fork(folders.find(Path(self.runs), self.of), self.step, self.flags, ranks)
+        if self.task is not None:
+            imports.watch()
+        plan = prepare_fork(folders.find(Path(self.runs), self.of), self.step, self.flags, ranks, self.task)
         plan.visible, plan.warnings = visible, of_gloo + plan.warnings
         return plan
 

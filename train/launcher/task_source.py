@@ -6,6 +6,7 @@ Covers the task's file and the modules that it imports. Imports no torch.
 from __future__ import annotations
 
 import ast
+import contextlib
 import dataclasses
 import functools
 import re
@@ -88,6 +89,21 @@ class Source:
     def binds(self, name: str) -> bool:
         """Whether the task's file binds this name by a function, a class, an assignment or an import."""
         return any(name in _bound(node) for node in _statements(self.task.body))
+
+    def defaults(self) -> dict[str, Any]:
+        """Return the defaults that the file gives as plain values: in DEFAULTS, and in Settings as task.NAME."""
+        found: dict[str, Any] = {}
+        for node in _statements(self.task.body):
+            pairs: list[tuple[Any, ast.expr | None]] = []
+            if isinstance(node, ast.ClassDef) and node.name == "Settings":
+                targets = ((one.target, one.value) for one in node.body if isinstance(one, ast.AnnAssign))
+                pairs = [(ast.Constant(f"task.{_last(target)}"), value) for target, value in targets]
+            elif "DEFAULTS" in _bound(node) and isinstance(getattr(node, "value", None), ast.Dict):
+                pairs = [*zip(node.value.keys, node.value.values, strict=True)]  # type: ignore[attr-defined]
+            for key, value in pairs:
+                with contextlib.suppress(ValueError):
+                    found[ast.literal_eval(key)] = ast.literal_eval(value)  # type: ignore[arg-type]
+        return found
 
     def keys_of(self, name: str) -> set[Any]:
         """Return the constant keys of a dict literal in the task's file."""
@@ -208,6 +224,27 @@ def of_run(run: Run, task: Task, spec: Spec) -> Source:
     has_copies = kept.is_file() or not spec.task_imports
     is_whole = has_copies and not any(path.endswith(".py") for path in spec.task_watched)
     return Source(task.file.read_bytes(), modules, task.file.stem, is_whole)
+
+
+def kept(task: Task, given: Path, data: str) -> tuple[dict[str, str | bytes], dict[str, Any]]:
+    """Return the files and the fields of run.json with which a new run keeps the code of its task.
+
+    Call it when the task has built everything, because it looks at the modules that this process has loaded.
+
+    Args:
+        given: The file that the user named. Modules are found beside it.
+        data: The folder of the datasets, from which nothing is kept.
+    """
+    source = None if task.is_built_in else given.absolute()
+    needed = imports.Needed({}, {}) if source is None else imports.read(task.file, source.parent, data)
+    record = {
+        "task": task.name if source is None else "task.py",
+        "task_source": str(source) if source else None,
+        "task_sha256": task.sha256,
+        "sets_epoch": True,
+        **needed.record(),
+    }
+    return ({} if source is None else {"task.py": task.file.read_bytes(), **needed.files()}), record
 
 
 def unused_warning(source: Source, file: Path) -> list[str]:

@@ -16,6 +16,7 @@ import hashlib
 import importlib.util
 import io
 import os
+import shlex
 import sys
 import sysconfig
 import time
@@ -298,12 +299,13 @@ def python_files(record: Mapping[str, Any]) -> list[Path]:
 
 
 def edited(run: Run, spec: Spec) -> list[str]:
-    """Return lines about files of a run's task that have changed since the launch."""
+    """Return lines about files of a run's task that have changed since the launch, and how to use the new version."""
     lines = []
     source = spec.task_source
+    own = f"its own copy; to use the new version: {fork_with(run.name, source)}"
     if source and digest(Path(source)) not in ("", spec.task_sha256):
-        lines.append(f"{source} has changed since the launch; {run.name} continues with its own copy")
-    kept = "its own copy" if (run.folder / MODULES).is_file() else "the new version"
+        lines.append(f"{source} has changed since the launch; {run.name} continues with {own}")
+    kept = own if (run.folder / MODULES).is_file() else "the new version"
     for known, which in ((spec.task_imports, kept), (spec.task_watched, "the new version")):
         found = differing(known)
         modules = [path for path in found if path.endswith(_SUFFIXES)]
@@ -312,6 +314,11 @@ def edited(run: Run, spec: Spec) -> list[str]:
                 what = f"{_listed(paths)} ({verb} by the task) changed since the launch or is gone"
                 lines.append(f"{what}; {run.name} continues with {which}")
     return lines
+
+
+def fork_with(name: str, source: str) -> str:
+    """Return the command that continues a run with the present version of its task's file."""
+    return f"train fork {shlex.quote(name)} --name NEW --task {shlex.quote(source)}"
 
 
 def changed(known: Mapping[str, str] | None) -> str:

@@ -86,7 +86,8 @@ class Record(TypedDict):
     epoch: int
     world_size: NotRequired[int]
     forked_from: NotRequired[dict[str, Any]]
-    """The forked run and its step."""
+    """The forked run, its step and the digest of its task. `edited`: files of the code that differ from that run's.
+    `forked_from`: the same of the forked run."""
     init: NotRequired[list[str]]
     """Lines about the initial weights and what did not fit; empty: those of model()."""
     unused_fields: NotRequired[list[str]]

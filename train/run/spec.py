@@ -103,6 +103,11 @@ class Spec:
         return cls(**values)
 
     @property
+    def fork_step(self) -> int:
+        """The step of the checkpoint with which the run started; 0: it started at the beginning."""
+        return int(self.forked_from["step"]) if self.forked_from else 0
+
+    @property
     def best_by(self) -> str:
         """checkpoint.best: the metric that says which checkpoint is the best; '' if none is set."""
         wanted = self.config.get("checkpoint.best")

@@ -151,7 +151,7 @@ class Program(abc.ABC):
         """Whether steps, losses and phases of this run are known."""
 
     @abc.abstractmethod
-    def new_code(self, spec: Spec) -> str:
+    def new_code(self, spec: Spec, name: str) -> str:
         """Return the command that runs changed code after a failure; '' if a resume already does."""
 
     @abc.abstractmethod
@@ -239,8 +239,8 @@ class Task(Program):
     def reports_steps(self, attempts: Sequence[Attempt]) -> bool:
         return True
 
-    def new_code(self, spec: Spec) -> str:
-        return f"train launch {shlex.quote(spec.task_source)}" if spec.task_source else ""
+    def new_code(self, spec: Spec, name: str) -> str:
+        return imports.fork_with(name, spec.task_source) if spec.task_source else ""
 
     def command_line(self, spec: Spec) -> str:
         return ""
@@ -359,7 +359,7 @@ class Script(Program):
     def reports_steps(self, attempts: Sequence[Attempt]) -> bool:
         return any(map(knows_steps, attempts))
 
-    def new_code(self, spec: Spec) -> str:
+    def new_code(self, spec: Spec, name: str) -> str:
         return ""
 
     def command_line(self, spec: Spec) -> str:

@@ -166,7 +166,7 @@ def set_up(
     start = load_newest(
         run, home, world, snapshots, state, lambda: heart.beat(heartbeat.STARTING, heart.step), sees_home=sees_home
     )
-    if not start.step and (is_begun or spec.forked_from):
+    if not start.step and (is_begun or spec.fork_step):
         _check_beginning(run, spec)
     faults.here("loaded")
     fix_compiler(bool(config.compile), config.deterministic)
@@ -201,7 +201,8 @@ def set_up(
 
 def _check_beginning(run: Run, spec: Spec) -> None:
     """Refuse to start from step 0 without the weights that the run started with. Raises TrainingFailed."""
-    if fork := spec.forked_from:
+    if spec.fork_step:
+        fork = spec.forked_from or {}
         raise TrainingFailed(
             f"no checkpoint of {run.name} is whole, and a fork cannot start without one; fork again: train "
             f"fork {fork['run']} --checkpoint {fork['step']}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -97,7 +97,7 @@ def facts(run: Run, record: Record, spec: Spec) -> list[tuple[str, Any]]:
         next_best = "then " + ", ".join(f"step {step} ({figure(value)})" for step, value in others) if others else ""
         first = f"step {found.step}, {found.metric} {figure(found.value)}"
         top = "; ".join(filter(None, [first, next_best, found.warning]))
-    fork, program = record.get("forked_from"), programs.of(spec)
+    program = programs.of(spec)
     return [
         ("owner", f"{record['owner']}; you can only read this run" if record.get("owner") else None),
         (program.name, program.source(spec)),
@@ -109,7 +109,7 @@ def facts(run: Run, record: Record, spec: Spec) -> list[tuple[str, Any]]:
         ("machine", record.get("host")),
         ("created", record.get("created")),
         ("ended", record.get("ended")),
-        ("forked from", f"{fork['run']} after step {fork['step']}" if fork else None),
+        ("forked from", "; ".join(_ancestry(spec.forked_from))),
         ("started from", (record.get("init") or [""])[0]),
         ("versions", "  ".join(f"{name} {version}" for name, version in (record.get("versions") or {}).items())),
         ("git", record.get("git_revision")),
@@ -118,6 +118,16 @@ def facts(run: Run, record: Record, spec: Spec) -> list[tuple[str, Any]]:
         ("best", top),
         ("wandb", sent.get("problem") or sent.get("url") or sent.get("id")),
     ]
+
+
+def _ancestry(fork: Mapping[str, Any] | None) -> Iterator[str]:
+    """Yield a part of a line for each run from which this one descends."""
+    child = ""
+    while fork:
+        edited = fork.get("edited") or ()
+        code = f", other code than {fork['run']}: {', '.join(edited)}" if edited else ""
+        yield f"{child}{fork['run']} after step {fork['step']}{code}"
+        child, fork = f"{fork['run']} from ", fork.get("forked_from")
 
 
 def next_command(record: Record) -> str:
@@ -132,7 +142,10 @@ def next_command(record: Record) -> str:
     program = programs.of(spec)
     watch = f"watch: train logs {name} --follow"
     resume = f"train resume {name}" + (" on each machine" if record.get("cluster") else "")
-    changed, more = program.new_code(spec), program.train_more(record["name"], record.get("reason") or "")
+    changed, more = (
+        program.new_code(spec, record["name"]),
+        program.train_more(record["name"], record.get("reason") or ""),
+    )
     new_code = f"; with changed code: {changed}" if changed else ""
     commands = {
         CREATED: watch,

@@ -40,7 +40,7 @@ def made(tmp_path: Path, **values: Any) -> Run:
         (lambda program, it: program.source(it), "/home/ada/net.py", "/home/ada/gpt.py"),
         (lambda program, it: program.label(it), "task.py", "gpt.py"),
         (lambda program, it: program.command_line(it), "", "/home/ada/gpt.py --lr 3"),
-        (lambda program, it: program.new_code(it), "train launch /home/ada/net.py", ""),
+        (lambda program, it: program.new_code(it, "demo"), "train fork demo --name NEW --task /home/ada/net.py", ""),
         (lambda program, it: program.train_more("a", ""), "train resume a --epochs N", ""),
         (lambda program, it: program.reports_steps([]), True, False),
         (lambda program, it: program.reports_steps([{"from_step": None}, {"from_step": 0}]), True, True),
