@@ -31,6 +31,16 @@ def freeze(model: nn.Module, patterns: str) -> None:
         raise Refused(f"--freeze {patterns}: leaves no parameter to train; name fewer")
 
 
+def frozen_names(model: nn.Module, patterns: str) -> set[str]:
+    """Return the names in the state of a new model that training leaves alone: parameters without gradients, and the
+    buffers that these patterns match."""
+    wanted = patterns_of(patterns)
+    names = {name for name, one in model.named_parameters(remove_duplicate=False) if not one.requires_grad}
+    if wanted:
+        names |= {name for name, _ in model.named_buffers(remove_duplicate=False) if matches(name, wanted)}
+    return names & model.state_dict().keys()
+
+
 def set_training(model: nn.Module, patterns: str) -> None:
     """Put a model into training mode, and its fully frozen modules into eval mode: they keep their running statistics
     and drop nothing."""

@@ -6,12 +6,13 @@ from argparse import Namespace
 from pathlib import Path
 
 from .. import screen
-from ..errors import EXIT_FINISHED
+from ..errors import EXIT_FINISHED, Refused
 from .options import add_checkpoint, add_name, add_target
 from .parser import Parser
 
 SUFFIXES = (".safetensors", ".pt", ".onnx")
-
+_WHICH = {"model": "weights", "ema": "averaged weights", "trained": "trained weights"}
+"""Maps a value of --weights to what is written."""
 
 EXAMPLES = {
     "train export demo1 --to demo1.safetensors": "Write the weights of the newest checkpoint.",
@@ -24,8 +25,11 @@ def add_arguments(parser: Parser) -> None:
     add_name(parser)
     add_target(parser, *SUFFIXES)
     add_checkpoint(parser)
-    text = "ema: the moving average of the weights, if --ema.decay was set. Default: model."
-    parser.add_argument("--weights", choices=("model", "ema"), default="model", metavar="model|ema", help=text)
+    text = (
+        "ema: the moving average of the weights, if --ema.decay was set. trained: only weights that are not frozen, "
+        "under the names of model(). Default: model."
+    )
+    parser.add_argument("--weights", choices=tuple(_WHICH), default="model", metavar="|".join(_WHICH), help=text)
 
 
 def run(options: Namespace, runs: Path) -> int:
@@ -35,6 +39,8 @@ def run(options: Namespace, runs: Path) -> int:
     from ..supervise import programs
 
     target = Path(options.to).absolute()
+    if options.weights == "trained" and target.suffix == ".onnx":
+        raise Refused("--weights trained writes only a part of the model; give --to a .safetensors or .pt file")
     durable.check_target(Path(options.to), SUFFIXES)
     run = owner.opened(folders.find(runs, options.name))
     spec = read_spec(run)
@@ -44,7 +50,6 @@ def run(options: Namespace, runs: Path) -> int:
 
     folders.enter(spec.cwd)
     with screen.results_alone():
-        step = export(run, spec, target, step=wanted, average=options.weights == "ema")
-    which = "averaged weights" if options.weights == "ema" else "weights"
-    screen.say(f"wrote {options.to}: the {which} of {run.name} after step {step}")
+        step = export(run, spec, target, step=wanted, which=options.weights)
+    screen.say(f"wrote {options.to}: the {_WHICH[options.weights]} of {run.name} after step {step}")
     return EXIT_FINISHED

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from ..build import objects
+from ..build.freeze import frozen_names
 from ..checkpoint.state_dict import weights
 from ..config import Config
 from ..data.fetch import EVALUATION, TRAINING
@@ -21,28 +22,36 @@ from ..run.spec import Spec
 from ..tasks import Task
 from .load import load_trained
 
+MODEL, AVERAGE, TRAINED = "model", "ema", "trained"
+"""Which weights to export: those of the model, the average that `ema.decay` keeps, or only the model's weights that are
+not frozen."""
 
-def export(run: Run, spec: Spec, target: Path, *, step: int | None = None, average: bool = False) -> int:
+
+def export(run: Run, spec: Spec, target: Path, *, step: int | None = None, which: str = MODEL) -> int:
     """Write the weights of a run to a .safetensors, .pt or .onnx file, whole or not at all. Returns their step.
 
     Args:
-        average: the average of the weights that `ema.decay` keeps, instead of the weights.
+        which: MODEL, AVERAGE or TRAINED.
 
     Raises:
         Refused: the target cannot be written, or the model cannot be exported.
     """
     task, config, model, step, averaged = load_trained(run, spec, step)
-    if average and not averaged:
+    if which == AVERAGE and not averaged:
         raise Refused(f"{run.name} keeps no average of its weights; to get one, launch a run with --ema.decay 0.999")
-    if average:
+    if which == AVERAGE:
         model.load_state_dict(averaged, strict=False)
-    inference = objects.inference_model(task, model)
+    frozen = frozen_names(model, config.freeze) if which == TRAINED else set[str]()
+    if which == TRAINED and not frozen:
+        raise Refused(f"--weights trained: {run.name} trains all of its weights; leave it out")
+    # inference_model may merge what was trained into other weights
+    inference = objects.inference_model(task, model) if which != TRAINED else model
     with published(target) as partial:
         if target.suffix == ".onnx":
             _to_onnx(task, config, model, inference, partial)
         else:
             # copies: tied weights share memory, which safetensors refuses to write
-            state = {name: tensor.clone() for name, tensor in weights(inference).items()}
+            state = {name: tensor.clone() for name, tensor in weights(inference).items() if name not in frozen}
             if target.suffix == ".safetensors":
                 from safetensors.torch import save_file
 

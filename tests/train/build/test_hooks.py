@@ -28,7 +28,7 @@ def extra_of(engine: Any, name: str, tmp_path: Path) -> dict[str, torch.Tensor]:
     """The average of a run's weights, as it is exported."""
     from safetensors.torch import load_file
 
-    export(*with_spec(engine.station.run(name)), tmp_path / f"{name}.safetensors", average=True)
+    export(*with_spec(engine.station.run(name)), tmp_path / f"{name}.safetensors", which="ema")
     return load_file(tmp_path / f"{name}.safetensors")
 
 

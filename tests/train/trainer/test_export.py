@@ -113,6 +113,19 @@ def test_the_inference_model_is_exported_under_its_own_names(engine: Any, tmp_pa
     np.testing.assert_allclose(evaluate_onnx(tmp_path / "inner.onnx", points.numpy()), expected, atol=1e-5)
 
 
+def test_only_trained_weights_are_exported_under_the_names_of_the_model(engine: Any, tmp_path: Path) -> None:
+    engine.run("partly", task=TASKS / "whole_sets.py", steps=2, freeze="body.0")
+    export(*with_spec(engine.station.run("partly")), tmp_path / "partly.safetensors", which="trained")
+    state, found = engine.weights("partly"), load_file(tmp_path / "partly.safetensors")
+    assert found.keys() == {name for name in state if not name.startswith("body.0.")} and "body.2.weight" in found
+    assert all(torch.equal(value, state[name]) for name, value in found.items())
+    engine.run("wholly", task=TASKS / "whole_sets.py", steps=1)
+    refused = engine.station("export", "wholly", "--weights", "trained", "--to", "x.pt")
+    assert refused.returncode == 2 and "trains all of its weights" in refused.stderr
+    refused = engine.station("export", "partly", "--weights", "trained", "--to", "x.onnx")
+    assert refused.returncode == 2 and ".safetensors or .pt" in refused.stderr
+
+
 def test_evaluating_alone_gives_the_recorded_figures_exactly(finished: Station) -> None:
     told = json.loads(finished.ok("eval", "done", "--json").stdout)
     assert told == {"step": 46, "samples": 360, "eval": finished.record("done")["metrics"]}
