@@ -10,39 +10,57 @@ from pathlib import Path
 from .. import screen
 from ..errors import EXIT_FINISHED
 from ..format import figures
+from ..launcher import eval_fields
 from .options import add_checkpoint, add_json, add_name
 from .parser import Parser
 
 EXAMPLES = {
     "train eval demo1": "Evaluate the newest checkpoint on the evaluation sets of the run.",
     "train eval demo1 --checkpoint best --json": "Evaluate the best checkpoint, and print JSON.",
+    "train eval demo1 --data.root /mnt/test --task.fold 3 --to test.json": (
+        "Evaluate on other data, with another setting of the task, and write a file."
+    ),
 }
 
 
 def add_arguments(parser: Parser) -> None:
-    """Add the run and the checkpoint."""
+    """Add the run, the checkpoint, the file and the fields."""
+    parser.takes_fields, parser.continues_run, parser.only_fields = True, True, eval_fields.FIELDS
+    parser.usage = "train eval NAME [--FLAG VALUE ...]"
     add_name(parser)
     add_checkpoint(parser)
     add_json(parser)
+    parser.add_argument("--to", metavar="FILE", help="Write the figures to this .json file, too.")
 
 
 def run(options: Namespace, runs: Path) -> int:
     """Evaluate the checkpoint and print the metrics."""
-    from ..run import best, folders, owner
+    from ..run import best, durable, folders, owner
     from ..run.spec import read_spec
     from ..supervise import programs
 
     run = owner.opened(folders.find(runs, options.name))
-    spec = read_spec(run)
+    spec, flags = read_spec(run), options.flags
     programs.of(spec).check_can("eval", run.name)
+    eval_fields.check(flags)
+    if flags.get("data.root"):
+        flags["data.root"] = str(Path(flags["data.root"]).absolute())
+    target = Path(options.to).absolute() if options.to is not None else None
+    if target is not None:
+        durable.check_target(target, (".json",))
     wanted = best.checkpoint_named(run, by=spec.best_by, text=options.checkpoint, tell=screen.remark)
     from ..trainer.evaluate import evaluate_run
 
     folders.enter(spec.cwd)
     with screen.results_alone():
-        step, samples, measured = evaluate_run(run, spec, wanted)
+        change = eval_fields.changing(run, spec, flags) if flags else None
+        step, samples, measured = evaluate_run(run, spec, wanted, change)
+    text = json.dumps({"step": step, "samples": samples, "eval": measured} | ({"fields": flags} if flags else {}))
     if options.json:
-        print(json.dumps({"step": step, "samples": samples, "eval": measured}))
+        print(text)
     else:
-        screen.say(f"step {step}, {samples} samples: {figures(measured)}", sys.stdout)
+        typed = "".join(f", --{name} {value}" for name, value in flags.items())
+        screen.say(f"step {step}, {samples} samples{typed}: {figures(measured)}", sys.stdout)
+    if target is not None:
+        durable.write_atomically(target, f"{text}\n")
     return EXIT_FINISHED

@@ -50,6 +50,8 @@ class Parser(argparse.ArgumentParser):
         """Whether the config fields are flags of this command. Set before the arguments are added."""
         self.continues_run = False
         """Whether the command continues a run, which keeps the fields that are not given. Set with `takes_fields`."""
+        self.only_fields: tuple[str, ...] = ()
+        """The config fields that help lists; (): all. The command refuses the others. Set with `takes_fields`."""
         self.fields_section = ""
         """Heading of the help under which the most common fields are listed; '': among the first options."""
         self.rest: str | None = None
@@ -95,6 +97,8 @@ class Parser(argparse.ArgumentParser):
         title, note = "config fields (N: whole number, X: number, [default])", "They are also keys of --config FILE. "
         if is_resume:
             title, note = "config fields that a resume may change", "To change other fields: train fork. "
+        elif self.only_fields:
+            title, note = "config fields for this evaluation", "The run keeps its own. "
         elif self.continues_run:
             title, note = "config fields", "Other fields stay as they were. "
         of_task = "" if is_resume else "Settings of a task: --task.NAME VALUE."
@@ -110,7 +114,8 @@ class Parser(argparse.ArgumentParser):
                 groups[of] = self.add_argument_group(f"fields of {of}")
             first = self._sections.get(self.fields_section, super())
             add = (first if name in _FIRST else groups[of]).add_argument
-            text = one_line(info.help).replace("%", "%%") if info.may_change or not is_resume else SUPPRESS
+            is_shown = name in self.only_fields if self.only_fields else info.may_change or not is_resume
+            text = one_line(info.help).replace("%", "%%") if is_shown else SUPPRESS
             action = add(f"--{name}", action=_Field, metavar=kind + default, help=text)
             self._known(action, words(*choices) if choices else None)
 

@@ -142,6 +142,16 @@ def check(task: Task, config: Config, asked: Asked) -> None:
     changed = [name for name in flat if name not in _PLAIN and name in known and flat[name] != known[name].default]
     for name, function in of_functions(functions_of(task), asked.source, changed).items():
         raise Refused(f"{function}() in {task.file} replaces --{name} {flat[name]}; leave out one of them")
+    check_used(task, config, asked)
+
+
+def check_used(task: Task, config: Config, asked: Asked) -> None:
+    """Check that every field that the request sets has an effect, given the other fields.
+
+    Raises:
+        Refused: a field has none.
+    """
+    known, flat = configuration.fields(), configuration.to_flat(config)
     for name, text in asked.fields.items():
         is_off = name in known and not flat[name]
         if not is_off and (problem := _problem(name, task, flat, asked.source)):

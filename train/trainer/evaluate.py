@@ -231,8 +231,13 @@ def _warn(bad: Sequence[BadSample]) -> None:
         log.warning("warning: left out: %s: %s", one, one.reason)
 
 
-def evaluate_run(run: Run, spec: Spec, step: int | None) -> tuple[int, int, dict[str, float]]:
+def evaluate_run(
+    run: Run, spec: Spec, step: int | None, change: Callable[[Task, Config], Config] | None = None
+) -> tuple[int, int, dict[str, float]]:
     """Evaluate a checkpoint of a run in this process. Returns its step, the number of samples and the figures.
+
+    Args:
+        change: Changes the configuration of the run, perhaps to other data.
 
     Raises:
         Refused: the task has no evaluation set or fails on it, or there is no usable checkpoint.
@@ -240,7 +245,7 @@ def evaluate_run(run: Run, spec: Spec, step: int | None) -> tuple[int, int, dict
     from ..build.hooks import Average  # late: a launch imports this file, and these are slow to import
     from .load import load_trained
 
-    task, config, model, step, averaged = load_trained(run, spec, step)
+    task, config, model, step, averaged = load_trained(run, spec, step, change)
     determinism.set_determinism(config)
     device = _device_of(run, config)
     name = precision_on(device, config)
@@ -251,7 +256,7 @@ def evaluate_run(run: Run, spec: Spec, step: int | None) -> tuple[int, int, dict
     if not eval_sets:
         raise Refused(f"the task of {run.name} has no evaluation set: its datasets() returns None for it")
     differs = objects.data_differs(run, task, config=config, train_set=train_set, eval_sets=eval_sets)
-    if differs:
+    if differs and change is None:
         log.warning("warning: the data differ from those that %s was trained with: %s", run.name, differs)
     plans = objects.evaluation_plans(config, eval_sets)
     world = World(0, size=1, local_rank=0, device=device)

@@ -151,19 +151,25 @@ def _newest_valid(
     return step, manifest
 
 
+Change = Callable[[Task, Config], Config]
 Trained = tuple[Task, Config, nn.Module, int, dict[str, Tensor]]
 """The task, configuration, trained model and step of a run, and the average of its weights by name (`ema.decay`); {}:
 no average."""
 
 
-def load_trained(run: Run, spec: Spec, step: int | None = None) -> Trained:
+def load_trained(run: Run, spec: Spec, step: int | None = None, change: Change | None = None) -> Trained:
     """Load a trained model from the newest whole checkpoint of a run, or from that of a step.
+
+    Args:
+        change: Changes the configuration of the run.
 
     Raises:
         Refused: there is no such checkpoint, or it is damaged.
     """
     task = objects.task_of(run, spec)
     config = objects.config_of(run, task)
+    if change is not None:
+        config = change(task, config)
     if step is not None:
         manifests.verified(run, step)
     else:
