@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from numbers import Real
 from typing import Any, NamedTuple
 
@@ -14,9 +15,12 @@ from torch import Tensor
 from ..config import Config
 from ..errors import Refused, TrainingFailed
 from ..parallel.torch_private import version_of
+from ..run.best import aim_of, improvements
 from ..tasks import Task
 from .objects import refusing
 
+Past = Mapping[str, Any]
+"""An evaluation: its step, its epoch and its figures, by name. A figure that was not finite is None."""
 _ONE_CYCLE = (0.3, 1 / 25, 1e-4)
 """Numbers of torch's OneCycleLR: the share of the steps in which the rate rises, the first factor, and the last factor
 over the first."""
@@ -32,8 +36,8 @@ def rate_scale(config: Config) -> float:
     return {"none": 1.0, "linear": ratio, "sqrt": math.sqrt(ratio)}[config.schedule.scaling]
 
 
-def rate_factor(config: Config, step: int, steps_per_epoch: int, total_steps: int) -> float:
-    """Return the factor of the peak learning rate in this step (counted from 0).
+def rate_factor(config: Config, step: int, steps_per_epoch: int, total_steps: int, drops: int = 0) -> float:
+    """Return the factor of the peak learning rate in this step (counted from 0), after this many drops of plateau.
 
     The warm-up rises linearly and reaches 1 with its last step. Linear and cosine decay (Loshchilov and Hutter, "SGDR",
     2017) and that of wsd (Hu et al., "MiniCPM", 2024) would reach min_factor at total_steps, so every step has a
@@ -42,7 +46,7 @@ def rate_factor(config: Config, step: int, steps_per_epoch: int, total_steps: in
     schedule, least = config.schedule, config.schedule.min_factor
     if schedule.decay == "onecycle":
         return max(_one_cycle(step, total_steps), least)
-    warmup = min(round(schedule.warmup_epochs * steps_per_epoch), total_steps)
+    warmup = _warmup(config, steps_per_epoch, total_steps)
     if step < warmup:
         return (step + 1) / warmup
     match schedule.decay:
@@ -56,7 +60,31 @@ def rate_factor(config: Config, step: int, steps_per_epoch: int, total_steps: in
             return least + (1 - least) * min((total_steps - step) / falls, 1.0)
         case "step":
             return max(schedule.gamma ** math.floor(step / (schedule.step_epochs * steps_per_epoch) + 1e-9), least)
+        case "plateau":
+            return max(schedule.gamma**drops, least)
     return 1.0
+
+
+def _warmup(config: Config, steps_per_epoch: int, total_steps: int) -> int:
+    return min(round(config.schedule.warmup_epochs * steps_per_epoch), total_steps)
+
+
+def plateau_drops(config: Config, history: Sequence[Past], since: int) -> int:
+    """Return how often decay plateau has dropped the learning rate.
+
+    It drops after each `patience` evaluations in a row without an improvement. The best value so far stays. That is
+    torch's ReduceLROnPlateau with threshold 0 and patience - 1.
+
+    Args:
+        since: The step with which the warm-up ends; earlier evaluations do not count.
+    """
+    aim, drops, waited = aim_of(config.schedule.metric), 0, 0
+    scores = (line.get(aim.metric) for line in history if line["step"] >= since)
+    for is_better in improvements(scores, aim):
+        waited = 0 if is_better else waited + 1
+        if waited == config.schedule.patience:
+            drops, waited = drops + 1, 0
+    return drops
 
 
 def _one_cycle(step: int, total_steps: int) -> float:
@@ -71,23 +99,50 @@ def _one_cycle(step: int, total_steps: int) -> float:
 
 
 class Planned(NamedTuple):
-    """The values that the schedule of a run depends on."""
+    """The values that the schedule of a run depends on, besides its evaluations."""
 
     config: Config
     steps_per_epoch: int
     total_steps: int
 
 
-def factors(task: Task, planned: Planned) -> Callable[[int], float]:
+def takes_history(function: Callable[..., Any]) -> bool:
+    """Whether a task's schedule() also takes the evaluations so far: schedule(step, total_steps, config, history)."""
+    try:
+        signature = inspect.signature(function)
+        signature.bind("step", "total_steps", "config")
+    except TypeError:
+        return True
+    except ValueError:  # of a function in C nothing is known
+        return False
+    return "history" in signature.parameters
+
+
+def follows_evaluations(task: Task, config: Config) -> bool:
+    """Whether the learning rate depends on the evaluations of a run."""
+    return config.schedule.decay == "plateau" if task.schedule is None else takes_history(task.schedule)
+
+
+def factors(task: Task, planned: Planned, history: Sequence[Past] = ()) -> Callable[[int], float]:
     """Return the function from a step to the factor of the peak rate: the task's schedule(), or that of
-    config.schedule."""
+    config.schedule.
+
+    Args:
+        history: The evaluations up to the step, see run/metrics.py.
+    """
     config, steps_per_epoch, total_steps = planned
     if task.schedule is None:
-        return functools.partial(rate_factor, config, steps_per_epoch=steps_per_epoch, total_steps=total_steps)
-    own = task.schedule
+        drops = 0
+        if config.schedule.decay == "plateau":
+            drops = plateau_drops(config, history, _warmup(config, steps_per_epoch, total_steps))
+        return functools.partial(
+            rate_factor, config, steps_per_epoch=steps_per_epoch, total_steps=total_steps, drops=drops
+        )
+    own, has_history = task.schedule, takes_history(task.schedule)
 
     def factor(step: int) -> float:
-        value: Any = own(step, total_steps, config)
+        more = [[*history]] if has_history else []  # a copy: a task may sort its list
+        value: Any = own(step, total_steps, config, *more)
         is_number = isinstance(value, Real)  # of NumPy too
         if not is_number or not 0 <= value < math.inf:
             raise TrainingFailed(
@@ -109,14 +164,26 @@ def check(task: Task, config: Config, total_steps: int) -> None:
         raise Refused(
             "--schedule.decay onecycle rises by itself, over 30 % of the steps; leave out --schedule.warmup_epochs"
         )
+    if task.schedule is None and config.schedule.decay == "plateau":
+        if not config.schedule.metric:
+            raise Refused("--schedule.decay plateau needs a metric; give --schedule.metric, such as max:accuracy")
+        if config.schedule.gamma == 1:
+            raise Refused("--schedule.gamma 1 makes no drop; give less than 1")
     with refusing(task, "schedule()"):
         factors(task, Planned(config, 1, total_steps))(0)
 
 
-def moved(task: Task, *, before: Planned, after: Planned, step: int) -> tuple[float, float] | None:
+def factor_at(task: Task, planned: Planned, step: int, history: Sequence[Past]) -> float:
+    """Return the factor of the peak rate in a step, counted from 0, by the evaluations up to it."""
+    return factors(task, planned, [line for line in history if line["step"] <= step])(step)
+
+
+def moved(
+    task: Task, *, before: Planned, after: Planned, step: int, history: Sequence[Past]
+) -> tuple[float, float] | None:
     """Return the factors of the peak rate in the last step made (counted from 1) and in the next one, if a change of
     the configuration moves the schedule there; else None."""
-    old, new = (factors(task, planned) for planned in (before, after))
+    old, new = (functools.partial(factor_at, task, planned, history=history) for planned in (before, after))
     alike = [step - 1, *([step] if step < before.total_steps else [])]
     if not step or all(math.isclose(old(at), new(at), rel_tol=1e-6) for at in alike):
         return None
@@ -127,11 +194,12 @@ class Rates:
     """Gives the groups of an optimizer their learning rates, step by step."""
 
     def __init__(
-        self, task: Task, config: Config, *, optimizer: torch.optim.Optimizer, steps_per_epoch: int, total_steps: int
+        self, task: Task, planned: Planned, *, optimizer: torch.optim.Optimizer, history: Sequence[Past] = ()
     ) -> None:
         self._groups = optimizer.param_groups
-        self._factor = factors(task, Planned(config, steps_per_epoch, total_steps))
-        self._peaks = [group["lr"] * rate_scale(config) for group in self._groups]
+        self._task, self._planned = task, planned
+        self.follow(history)
+        self._peaks = [group["lr"] * rate_scale(planned.config) for group in self._groups]
         # a task's may be a tensor on a GPU: reading it waits for the GPU, so once and not in every step
         self._logged = float(self._peaks[0])
         self._set: list[float | Tensor] = []
@@ -139,6 +207,10 @@ class Rates:
         self._versions: list[int] = []
         """The versions of rates that are tensors, which may be written to in place."""
         self._has_tensors = any(type(rate) is not float for rate in self._peaks)
+
+    def follow(self, history: Sequence[Past]) -> None:
+        """Let the next steps depend on these evaluations."""
+        self._factor = factors(self._task, self._planned, history)
 
     def set_for(self, step: int) -> float:
         """Set the rates of a step, counted from 0. Returns that of the first group.

@@ -93,11 +93,11 @@ class Optim:
 class Schedule:
     warmup_epochs: Epochs = 0.0
     """Epochs in which the learning rate rises linearly from near 0 to its peak. Fractions are allowed."""
-    decay: Literal["constant", "linear", "cosine", "step", "wsd", "onecycle"] = "cosine"
+    decay: Literal["constant", "linear", "cosine", "step", "wsd", "onecycle", "plateau"] = "cosine"
     """Learning rate after the warm-up. constant: it stays. linear, cosine: it falls to min_factor. step: it is
     multiplied by gamma every step_epochs. wsd: it stays, then falls linearly to min_factor in the last decay_share of
     the steps (Hu et al., MiniCPM, 2024). onecycle: it rises from 1/25 in 30 % of the steps, then falls (Smith and
-    Topin, 2018)."""
+    Topin, 2018). plateau: it is multiplied by gamma when metric has not improved in patience evaluations."""
     min_factor: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Lowest learning rate of a decay, as a share of the peak."""
     decay_share: Annotated[float, Field(gt=0, le=1)] = 0.1
@@ -105,7 +105,11 @@ class Schedule:
     step_epochs: Annotated[float, Field(ge=1e-9, le=1e9)] = 30.0
     """For decay step: epochs between two drops."""
     gamma: Annotated[float, Field(gt=0, le=1)] = 0.1
-    """For decay step: factor of each drop."""
+    """For decay step and plateau: factor of each drop."""
+    metric: str = ""
+    """For decay plateau: metric of the evaluations. Written as for checkpoint.best, such as max:accuracy."""
+    patience: Count = 3
+    """For decay plateau: number of evaluations in a row without an improvement after which the rate drops."""
     scaling: Scaling = "none"
     """linear: multiply lr by batch_size / base_batch_size (Goyal et al., 2017)."""
     base_batch_size: Count = 256

@@ -37,7 +37,7 @@ from .request import ALONE, Plan, Request, resolve
 from .task_source import kept, of_task, unused_warning
 from .unused_fields import Asked, asked, of_no_use
 
-METRICS = ("checkpoint.best", "early_stopping.metric")
+_METRICS = ("checkpoint.best", "early_stopping.metric", "schedule.metric")
 """Fields that name a metric of the evaluations."""
 
 
@@ -169,8 +169,9 @@ def check_run(
     precision = Precision(config.precision, device)
     unused_fields.check(task, config, asked)
     wandb.check(config.log.wandb)
-    if config.early_stopping.metric and not (config.eval.every_epochs or config.eval.every_steps):
-        raise Refused("--early_stopping.metric needs evaluations before the end; give --eval.every_epochs")
+    followed = [field for field in metrics_of(config) if field != "checkpoint.best"]
+    if followed and not (config.eval.every_epochs or config.eval.every_steps):
+        raise Refused(f"--{followed[0]} needs evaluations before the end; give --eval.every_epochs")
     if config.on_nan == "skip" and config.precision == "fp16":
         raise Refused("--on_nan skip is not needed: the loss scaling of fp16 skips such steps; leave out --on_nan")
     train_set, eval_sets = objects.make_datasets(task, config)
@@ -183,7 +184,7 @@ def check_run(
             f"{task.file} has updates() and an evaluation set, but nothing to evaluate; define metrics(model, batch), "
             "or return None for the evaluation set in datasets()"
         )
-    for field in METRICS:
+    for field in metrics_of(config):
         check_metric(field, config, task, eval_sets)
     samples = count(train_set) if count is not None else sampling.first_samples(task, config, len(train_set))
     plan = objects.plan_of(config, samples)
@@ -315,21 +316,26 @@ def check_ranks(config: Config, local: int, nodes: range) -> None:
         )
 
 
+def metrics_of(config: Config) -> list[str]:
+    """Return the fields in use that name a metric of the evaluations."""
+    flat = configuration.to_flat(config)
+    has_use = {"schedule.metric": config.schedule.decay == "plateau"}
+    return [field for field in _METRICS if flat[field] and has_use.get(field, True)]
+
+
 def check_metric(
     field: str, config: Config, task: Task, eval_sets: Collection[str], known: Collection[str] = ()
 ) -> None:
     """Check that evaluations give the metric that a field names, as far as that is known.
 
     Args:
-        field: One of METRICS.
+        field: One of `metrics_of`.
         known: Metrics of the run's evaluations so far; empty before the first evaluation.
 
     Raises:
         Refused: they do not.
     """
     text = configuration.to_flat(config)[field]
-    if not text:
-        return
     metric = best.aim_of(text).metric
     if not eval_sets:
         why = f"datasets() in {task.file} returns None for the evaluation set"

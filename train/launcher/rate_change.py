@@ -6,9 +6,9 @@ import math
 import shlex
 
 from ..build import objects
-from ..build.schedule import Planned, factors, moved, rate_scale
+from ..build.schedule import Planned, factor_at, moved, rate_scale
 from ..config import Config
-from ..run.metrics import each, is_evaluation, last_training
+from ..run.metrics import each, history, is_evaluation, last_training
 from ..run.run_folder import Run
 from ..run.spec import Spec
 from ..tasks import Task
@@ -29,7 +29,7 @@ def warnings(
     """
     before, after = (_planned(config, samples) for config in configs)
     with objects.refusing(task, "schedule()"):
-        factor = moved(task, before=before, after=after, step=step)
+        factor = moved(task, before=before, after=after, step=step, history=history(run, step))
     if factor is None:
         return []
     peak = _peak(run, spec, task, before)
@@ -73,7 +73,7 @@ def _peak(run: Run, spec: Spec, task: Task, planned: Planned) -> float:
     """Return the peak learning rate of the first group, from the run's last line: the task's optimizer may set it."""
     line, fork = last_training(run), spec.forked_from
     if line is not None and line["step"] > (fork["step"] if fork else 0):
-        factor = factors(task, planned)(line["step"] - 1)
+        factor = factor_at(task, planned, line["step"] - 1, history(run))
         if factor and line.get("lr"):
             return line["lr"] / factor
     return _base(planned.config)

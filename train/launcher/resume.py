@@ -81,7 +81,7 @@ def prepare_resume(run: Run, flags: dict[str, str], local: int, nodes: range = A
         raise Refused(f"{run.name} has already trained {step} steps, {more}")
     wanted = range(step, found.total) if record["state"] == states.FINISHED else range(0)  # its user wants more
     early_stopping.check_goes_on(config.early_stopping, run, wanted)
-    for field in [field for field in checks.METRICS if field in flags]:
+    for field in [field for field in checks.metrics_of(config) if field in flags]:
         known = {name: None for line in evaluations(run) for name in line["eval"]}
         checks.check_metric(field, config, task, found.eval_sets, known)
     if "trace" in flags:

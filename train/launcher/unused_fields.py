@@ -21,7 +21,15 @@ _INSTEAD = {
     "updates": _OPTIM,
     "optimizer": _OPTIM,
     "param_groups": _GROUPS,
-    "schedule": ("schedule.warmup", "schedule.decay", "schedule.min_factor", "schedule.step_epochs", "schedule.gamma"),
+    "schedule": (
+        "schedule.warmup",
+        "schedule.decay",
+        "schedule.min_factor",
+        "schedule.step_epochs",
+        "schedule.gamma",
+        "schedule.metric",
+        "schedule.patience",
+    ),
 }
 """Maps a task function to the prefixes of the config fields it replaces, unless the task reads them itself."""
 _PLAIN = ("optim.name", "optim.lr", "optim.momentum", "optim.weight_decay")
@@ -33,10 +41,12 @@ _NEEDS: dict[str, tuple[str, tuple[Any, ...]]] = {
     "checkpoint.keep_best": ("checkpoint.best", ()),
     "early_stopping.patience": ("early_stopping.metric", ()),
     "early_stopping.min_delta": ("early_stopping.metric", ()),
-    "schedule.min_factor": ("schedule.decay", ("cosine", "linear", "step", "wsd", "onecycle")),
+    "schedule.min_factor": ("schedule.decay", ("cosine", "linear", "step", "wsd", "onecycle", "plateau")),
     "schedule.decay_share": ("schedule.decay", ("wsd",)),
     "schedule.step_epochs": ("schedule.decay", ("step",)),
-    "schedule.gamma": ("schedule.decay", ("step",)),
+    "schedule.gamma": ("schedule.decay", ("step", "plateau")),
+    "schedule.metric": ("schedule.decay", ("plateau",)),
+    "schedule.patience": ("schedule.decay", ("plateau",)),
     "schedule.base_batch_size": ("schedule.scaling", ("linear",)),
     **{
         f"parallel.{field}": ("parallel.strategy", strategies.with_field(field))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 from ..errors import Refused, is_whole, whole
@@ -24,6 +25,17 @@ def aim_of(text: str) -> Aim:
     if colon and direction in ("min", "max"):
         return Aim(name, direction == "min")
     return Aim(text, text.rpartition(".")[2] == "loss")
+
+
+def improvements(scores: Iterable[float | None], aim: Aim, min_delta: float = 0.0) -> Iterator[bool]:
+    """Yield for each score whether it is better than all before it by more than `min_delta`. None is not better."""
+    best = -math.inf
+    for score in scores:
+        value = None if score is None else -score if aim.is_least else score
+        is_better = value is not None and value > best + min_delta
+        if value is not None and is_better:
+            best = value
+        yield is_better
 
 
 def ranked(aim: Aim, scores: dict[int, float]) -> list[int]:

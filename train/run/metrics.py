@@ -208,6 +208,16 @@ def evaluations(run: Run) -> list[Evaluation]:
     return [line for line in _parsed(text for text in _texts(run) if b'"eval"' in text) if is_evaluation(line)]
 
 
+def past(line: Evaluation) -> dict[str, Any]:
+    """Return an evaluation as schedule() gets it: its step, its epoch and its figures, all in one dict."""
+    return {**line["eval"], "step": line["step"], "epoch": line["epoch"]}
+
+
+def history(run: Run, step: int | None = None) -> list[dict[str, Any]]:
+    """Return the evaluations so far, or those up to a step, each as `past` gives it."""
+    return [past(line) for line in evaluations(run) if step is None or line["step"] <= step]
+
+
 def skipped_steps(run: Run) -> list[int]:
     """Return the steps whose updates were skipped (on_nan)."""
     return [line["step"] for line in _parsed(text for text in _texts(run) if b'"skipped"' in text)]

@@ -74,7 +74,8 @@ def _train(run: Run, spec: Spec, rank_env: RankEnv, attempt: int, stop: StopRequ
     with contextlib.ExitStack() as held:
         try:
             from ..trainer import setup
-            from ..trainer.train import conclude, train
+            from ..trainer.conclude import conclude
+            from ..trainer.train import train
 
             address = os.environ.pop(ENVIRONMENT, None)  # for this run only, not for one that its task may start
             snapshot_memory = setup.Memory(address, memory.left) if address else None

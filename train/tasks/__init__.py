@@ -42,6 +42,8 @@ _OPTIONAL = {
     "order": "epoch, config", "weights": "config", "lengths": "config",
     "stateful": "model, config", "after_step": "model, step, stateful", "fingerprint": "config",
 }  # fmt: skip
+_ALSO = {"schedule": "step, total_steps, config, history"}
+"""Maps a function to other arguments that it may take."""
 ARGUMENTS = _REQUIRED | _OPTIONAL
 """Maps each function that the engine calls to its arguments."""
 _SAMPLERS = ("order", "weights", "lengths")
@@ -193,7 +195,8 @@ def _functions(module: Any, path: Path, used: set[str], is_copy: bool) -> dict[s
     """
     found = {name: getattr(module, name, None) for name in (*_REQUIRED, *_OPTIONAL)}
     for name, arguments in _OPTIONAL.items():
-        if found[name] is not None and not _takes(found[name], arguments):
+        forms = [arguments, *([_ALSO[name]] if name in _ALSO else [])]
+        if found[name] is not None and not any(_takes(found[name], form) for form in forms):
             if not is_copy:
                 what = f"does not take ({arguments})" if callable(found[name]) else "is no function"
                 raise Refused(f"{name} in {path} {what}; define def {name}({arguments}), or give it another name")

@@ -1,4 +1,4 @@
-"""The training loop, and how its end is recorded. Reads top to bottom like its description in docs/how-it-works.md."""
+"""The training loop. Reads top to bottom like its description in docs/how-it-works.md."""
 
 from __future__ import annotations
 
@@ -15,19 +15,18 @@ from .. import config as configuration
 from .. import faults
 from ..build.freeze import set_training
 from ..build.optimizer import evaluated_weights
-from ..build.schedule import Rates
+from ..build.schedule import Planned, Rates
 from ..checkpoint.save import CannotSave
-from ..checkpoint.state_dict import weights_of, weights_sha256
 from ..errors import TrainingFailed
 from ..parallel import gather
 from ..parallel.strategy import STEP_STATS
-from ..run import best, heartbeat, outcome
-from ..run.metrics import Training, last_evaluation, skipped_steps
-from ..run.outcome import Kind, Outcome
+from ..run import heartbeat
+from ..run.metrics import Training, skipped_steps
 from ..run.record import Times
-from .early_stopping import StoppingRule
+from . import early_stopping
 from .evaluate import evaluate
 from .flops import flops_of
+from .history import History
 from .intervals import SaveClock
 from .loggers.loggers import SKIPPED
 from .model_check import STEPS as CHECKED_STEPS
@@ -112,16 +111,15 @@ class Loop:
     def __init__(self, job: Job) -> None:
         start = job.start
         self.job, self.done, self.is_stopping = job, start.step, False
-        last = job.world.on_first(lambda: last_evaluation(job.run))
-        self._evaluated = last["step"] if last is not None else -1
-        """Last step after which an evaluation is on record; -1 without one."""
+        self._history = History(job.run, job.world, job.task, job.config)
         device = job.world.device
         wait = DataWait(device)
         advice = WaitAdvice(job.run.name, job.config.data.workers or 0, job.world.local_size)
         self.timing = Timing(wait, advice, device)
         micros = micro_batches(
-            job.intervals, job.data.plan, job.data.evaluations, job.sharing, done=start.step, evaluated=self._evaluated
-        )
+            job.intervals, job.data.plan, job.data.evaluations, job.sharing, done=start.step,
+            evaluated=self._history.last,
+        )  # fmt: skip
         self._prefetch = Prefetch(job.data.loader, micros, wait)
         self._check = ModelCheck(
             job.strategy.module, job.generators, job.find_generators,
@@ -143,10 +141,8 @@ class Loop:
         self._last = self._kept_losses()
         """If updates leave out steps: the last loss of each by its name in metrics.jsonl, because each line has all
         losses."""
-        self._rates = Rates(
-            job.task, job.config, optimizer=job.optimizer, steps_per_epoch=job.data.plan.steps_per_epoch,
-            total_steps=job.total_steps,
-        )  # fmt: skip
+        planned = Planned(job.config, job.data.plan.steps_per_epoch, job.total_steps)
+        self._rates = Rates(job.task, planned, optimizer=job.optimizer, history=self._history.lines)
         from_memory = start.saved < start.step  # deaths must not put off what the disk is to have
         since = job.run.since_saved(start.saved) if from_memory else 0.0
         self._save_clock = SaveClock(job.config.checkpoint.every_minutes, since)
@@ -157,8 +153,6 @@ class Loop:
         self._flops = flops_of(job.config, job.world)
         traced = steps_of(job.config.trace if job.world.is_first else "")
         self.trace = Trace(job.run, traced, device.type == "cuda", job.loggers.say)
-        early = job.config.early_stopping
-        self._early = StoppingRule(early, job.run, job.world) if early.metric else None
         self.early_reason = self._ends_early()
         """Why the evaluations so far end the run before its last step; '' if they do not."""
 
@@ -170,7 +164,7 @@ class Loop:
     @property
     def misses_evaluation(self) -> bool:
         """Whether the evaluation after the present step is due and not on record."""
-        return self._evaluated < self.done and self.job.intervals.evaluates(self.done)
+        return self._history.last < self.done and self.job.intervals.evaluates(self.done)
 
     @property
     def is_last(self) -> bool:
@@ -178,7 +172,8 @@ class Loop:
         return self.is_stopping or self.done == self.job.total_steps or bool(self.early_reason)
 
     def _ends_early(self) -> str:
-        return self._early.reason() if self._early is not None and self.done < self.job.total_steps else ""
+        is_end = self.done >= self.job.total_steps
+        return "" if is_end else early_stopping.reason(self.job.config.early_stopping, self._history.lines)
 
     def step(self) -> None:
         """Make the next step."""
@@ -313,12 +308,12 @@ class Loop:
             self.save()
         else:
             figures, samples = evaluated
-            self._evaluated = self.done
+            epoch = job.data.plan.epoch_of(self.done)
             if job.world.is_lead:
-                job.loggers.evaluation(self.done, job.data.plan.epoch_of(self.done), samples, figures)
-            if self._early is not None:
-                self._early.add(self.done, figures)
-                self.early_reason = self._ends_early()
+                job.loggers.evaluation(self.done, epoch, samples, figures)
+            self._history.add({"step": self.done, "epoch": epoch, "samples": samples, "eval": {**figures}})
+            self._rates.follow(self._history.lines)
+            self.early_reason = self._ends_early()
         self.timing.restart()
 
     def save(self) -> None:
@@ -396,57 +391,3 @@ class Loop:
 def _loss_name(update: str) -> str:
     """Return the name in metrics.jsonl of an update's loss."""
     return f"loss.{update}" if update else "loss"
-
-
-def conclude(job: Job, done: Done, attempt: int) -> Outcome:
-    """Record how training ended; rank 0 also logs it.
-
-    Raises:
-        TrainingFailed: the end cannot be recorded. A resume finds the last checkpoint and records it.
-    """
-    job.loggers.sync()
-    job.loggers.times(done.times)
-    job.heart.beat(heartbeat.SAVING, done.step)  # others may still wait for this rank
-    faults.here("digest")
-    weights = "" if done.stopped else digest(job)  # before the first rank is alone
-    job.heart.beat(heartbeat.ENDING, done.step)
-    reason = (job.stop.reason or "another rank was asked to") if done.stopped else done.reason
-    end = Outcome(
-        rank=job.world.rank, kind=Kind.STOPPED if done.stopped else Kind.FINISHED, step=done.step, reason=reason
-    )
-    if not job.world.is_first:
-        return end
-    figures = {"epoch": job.data.plan.epoch_of(done.step), **best.facts(job.run, job.config.checkpoint.best)}
-    if done.stopped:
-        text = f"stopped after step {done.step} of {job.total_steps}; continue with: train resume {job.run.name}"
-    else:
-        evaluation = last_evaluation(job.run)
-        faults.here("finish")
-        figures |= {"weights_sha256": weights, "metrics": dict(evaluation["eval"]) if evaluation else {}}
-        why = f" ({reason})" if reason else ""
-        text = f"finished after {done.step} steps{why}; weights {weights[:16]}…"
-    end = Outcome(rank=end.rank, kind=end.kind, step=end.step, reason=end.reason, figures=figures)
-    try:
-        outcome.write(job.run.logs(attempt), end)
-    except OSError as error:
-        raise TrainingFailed(
-            f"the last checkpoint is saved, but the end of the run ({end.kind}) cannot be recorded "
-            f"({error.strerror}); continue with: train resume {job.run.name}"
-        ) from error
-    if not done.stopped:
-        faults.here("finished")
-    job.loggers.say(text)
-    return end
-
-
-def digest(job: Job) -> str:
-    """Return the digest of the weights as they are evaluated, on rank 0; '' on other ranks. A collective if they are
-    sharded."""
-    job.snapshots.hold()
-    with evaluated_weights(job.optimizer):
-        found = weights_sha256(weights_of(job.strategy.module), job.world.is_first)
-    if configuration.strategies.of(job.config.parallel.strategy).splits_parameters:
-        # a rank that has sent its part must not end while the first one still receives: wait for all, on the host,
-        # where a call returns only once all ranks have made it
-        job.world.gather(None)
-    return found

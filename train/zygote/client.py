@@ -32,7 +32,7 @@ CHECKS = ("torch", "train.launcher.resume")
 """Imports for the check of a task, without torch's compiler."""
 RANKS = (
     "torch.distributed.nn.jit.instantiator", "torch._dynamo", "torch.distributed.checkpoint",
-    "torch.utils.tensorboard", "train.trainer.train", "train.trainer.setup",
+    "torch.utils.tensorboard", "train.trainer.train", "train.trainer.conclude", "train.trainer.setup",
     "train.parallel.preload", "threadpoolctl", "setproctitle", "train.supervise.worker",
 )  # fmt: skip
 """More imports for the ranks of a task. The last one is imported after all others."""
