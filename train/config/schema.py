@@ -210,6 +210,8 @@ class Eval:
     """Steps between two evaluations. The run also evaluates at the end. Replaces every_epochs."""
     limit_batches: Changeable[Annotated[int, Field(ge=0, le=2**62)]] = 0
     """Maximum number of global batches per evaluation: a random choice of samples, always the same. 0: all."""
+    first: bool = True
+    """true: evaluate a few samples before the run is created, to find a bug there in seconds. false: do not."""
 
 
 @dataclass(config=_STRICT)

@@ -6,11 +6,7 @@ after a resume too, or with other numbers of workers and ranks.
 
 from __future__ import annotations
 
-import json
 import math
-import os
-import select
-import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -18,8 +14,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from .aside import aside
 from .fetch import Items, is_indexed_at_once
-from .loader import begin_worker
 from .order import order
 from .plan import MicroBatch
 from .seeding import search
@@ -50,33 +46,13 @@ def why_not_exact(
     sets = {name: one for name, one in sets.items() if not is_indexed_at_once(one, collate)}
     if not sets:
         return []
-    reader, writer = os.pipe()
-    parent, pid = os.getpid(), os.fork()
-    if not pid:  # pragma: no cover # a fork
-        try:
-            os.close(reader)
-            _be_alone(parent)
-            found = [line for name in sets if (line := _looked_at(name, sets[name], collate, made_by, batch, seed))]
-            os.write(writer, json.dumps(list(dict.fromkeys(found))).encode())
-        finally:
-            os._exit(0)
-    os.close(writer)
-    try:
-        answer = os.read(reader, 1 << 16) if select.select([reader], [], [], _PATIENCE)[0] else b""
-    finally:
-        os.close(reader)
-        os.kill(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
-    return json.loads(answer) if answer else []
 
+    def look() -> list[str]:
+        torch.set_num_threads(1)  # as a loader's worker
+        found = [line for name in sets if (line := _looked_at(name, sets[name], collate, made_by, batch, seed))]
+        return list(dict.fromkeys(found))
 
-def _be_alone(parent: int) -> None:
-    """Leave the terminal, the signals and the open files to the parent; compute on one thread, as a loader's worker."""
-    nowhere = os.open(os.devnull, os.O_RDWR)
-    for fd in range(3):
-        os.dup2(nowhere, fd)
-    begin_worker(0, parent)
-    torch.set_num_threads(1)
+    return aside(look, _PATIENCE)[0] or []
 
 
 def _looked_at(

@@ -32,7 +32,7 @@ from ..run import best
 from ..tasks import Task
 from ..trainer import trace
 from ..trainer.loggers import wandb
-from . import batch_norm, deterministic, provenance, unused_fields
+from . import batch_norm, deterministic, first_look, provenance, unused_fields
 from .request import ALONE, Plan, Request, resolve
 from .task_source import kept, of_task, unused_warning
 from .unused_fields import Asked, asked, of_no_use
@@ -121,6 +121,9 @@ def prepare(
     if initial is not None:
         files[initial_weights.FILE] = initial.file()
     warnings += [*_of_hidden(fingerprint.hidden_in(data)), *(f"not exact: {line}" for line in record["not_exact"])]
+    warnings += first_look.warnings(
+        task, config, model=model, eval_sets=found.eval_sets, ranks=everywhere, device=device
+    )
     batch_norm.check(
         task, config, found.train_set, lambda: model, samples=found.samples, ranks=everywhere, steps=range(found.total)
     )

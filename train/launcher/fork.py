@@ -34,7 +34,7 @@ from ..run.spec import Spec, spec_of
 from ..tasks import Task
 from ..tasks import load as load_task
 from ..trainer import early_stopping
-from . import batch_norm, checks, deterministic, provenance, rate_change, task_source
+from . import batch_norm, checks, deterministic, first_look, provenance, rate_change, task_source
 from .request import ALONE, Plan
 from .resume import check_data
 from .unused_fields import asked, functions_of, of_functions, of_no_use
@@ -134,8 +134,11 @@ def prepare_fork(run: Run, step: int, flags: dict[str, str], ranks: int, file: s
             has_rate="optim.lr" not in no_use,
         )  # fmt: skip
     begin = _at_checkpoint(run, step, code, model, config) if step else _at_beginning(run, record, code, model, config)
-    deterministic.check(task, config, found.precision.device, found.train_set, model)  # it takes the model's values
     warnings, files = warnings + begin.warnings, files | begin.files
+    warnings += first_look.warnings(
+        task, config, model=model, eval_sets=found.eval_sets, ranks=ranks, device=found.precision.device
+    )
+    deterministic.check(task, config, found.precision.device, found.train_set, model)  # it takes the model's values
     names = (fingerprint.FACTS, *(_CODE if given is None else ()))
     copies = {name: run.folder / name for name in names if name not in files and (run.folder / name).exists()}
     made: dict[str, Any] = code.record | begin.record | {

@@ -152,8 +152,12 @@ def device_is_too_small(text: str) -> bool:
     return asked > total - allocated - reserved
 
 
-def lower_than_agent() -> None:
-    """Raise this process's oom_score_adj by 100 (of 1000), so that the kernel kills it before the agent."""
+def lower_than_agent(by: int = 100) -> None:
+    """Raise this process's oom_score_adj, so that the kernel kills it before the agent.
+
+    Args:
+        by: of 1000; 1000: it is killed before all others.
+    """
     path = Path("/proc/self/oom_score_adj")
     with contextlib.suppress(OSError, ValueError):
-        path.write_text(str(min(int(path.read_text()) + 100, 1000)))
+        path.write_text(str(min(int(path.read_text()) + by, 1000)))

@@ -23,6 +23,10 @@ _ALONE = ""
 """The name of predictions that are only a list."""
 
 
+class ComputeMetricsFailed(TrainingFailed):
+    """compute_metrics raised an error."""
+
+
 class Predictions:
     """The predictions for one evaluation set; empty for a task without `predict`.
 
@@ -89,7 +93,7 @@ class Predictions:
         try:
             made = task.compute_metrics(whole.get(_ALONE, whole))
         except Exception as error:
-            raise TrainingFailed(f"compute_metrics failed: {where(error, task.file)}") from error
+            raise ComputeMetricsFailed(f"compute_metrics failed: {where(error, task.file)}") from error
         what = f"compute_metrics in {task.file} must return a dict of numbers, got"
         if not isinstance(made, dict):
             raise TrainingFailed(f"{what} {kind_of(made)}")

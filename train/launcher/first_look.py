@@ -1,0 +1,119 @@
+"""A first look at the evaluation: one micro batch of each evaluation set is evaluated before a run is created.
+
+A bug in `metrics`, `predict`, `compute_metrics` or `images` would otherwise show after an epoch. The look happens in a
+fork, on the CPU, with the first weights, because what a forward changes (buffers, counters, generators) must not reach
+the run. It leaves out what takes the same way through the task: the average of `ema.decay`, and other ranks.
+"""
+
+from __future__ import annotations
+
+import bdb
+import dataclasses
+import os
+import traceback
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ..build import determinism, objects
+from ..config import Config
+from ..data.aside import aside
+from ..data.fetch import EVALUATION, passes
+from ..data.plan import Sharing, evaluation_micro_batches
+from ..errors import Refused, TrainingFailed, one_line
+from ..parallel.precision import cpu_precision
+from ..parallel.torch_private import without_compiler
+from ..parallel.world import World
+from ..supervise import memory
+from ..tasks import Task, where
+from ..trainer.evaluate import evaluate
+from ..trainer.predictions import ComputeMetricsFailed
+
+_PATIENCE = 10.0
+"""Seconds that the look may take."""
+_OF_PYTHON = (NameError, AttributeError, TypeError, LookupError)
+"""Errors that the CPU does not cause, if the task's own file raises them."""
+_OFF = "--eval.first false"
+
+
+def warnings(
+    task: Task, config: Config, *, model: nn.Module, eval_sets: Mapping[str, Any], ranks: int, device: torch.device
+) -> list[str]:
+    """Evaluate one micro batch of each evaluation set. Returns what the user should know about it.
+
+    Args:
+        ranks: Number of ranks on all machines.
+        device: That of the ranks. An error on a GPU's behalf may be the CPU's own, so it is a warning.
+
+    Raises:
+        Refused: an evaluation of the run would fail.
+    """
+    if not config.eval.first or not eval_sets:
+        return []
+    found, ended = aside(lambda: [*_problems(task, config, model, eval_sets, ranks, device.type)], _PATIENCE)
+    if found is None:
+        return [f"the first look at the evaluation {ended}; to launch without it: {_OFF}"]
+    for text, is_certain in found:
+        if is_certain:
+            raise Refused(f"{text}; mend it, or launch without this first look at the evaluation: {_OFF}")
+    return [f"a first look at the evaluation failed: {text}" for text, _ in found]
+
+
+def _problems(
+    task: Task, config: Config, model: nn.Module, eval_sets: Mapping[str, Any], ranks: int, device: str
+) -> Iterator[tuple[str, bool]]:  # fmt: skip
+    """Yield each problem in a line, and whether it would recur in the run. In a fork."""
+    memory.lower_than_agent(1000)
+    os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+    if ranks > 1:  # a task may use collectives
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    threads = torch.get_num_threads()
+    determinism.set_determinism(config)
+    torch.set_num_threads(min(torch.get_num_threads(), threads))
+    for number, name in enumerate(eval_sets, 1):
+        try:
+            with without_compiler():
+                _evaluate(task, config, model, eval_sets, name, number)
+        except bdb.BdbQuit:  # a breakpoint, which has no terminal here
+            continue
+        except (Exception, SystemExit) as error:
+            of = "" if len(eval_sets) == 1 else f" (set {name or EVALUATION})"
+            yield f"{_said(task, error)}{of}", _recurs(task, error, device)
+
+
+def _evaluate(
+    task: Task, config: Config, model: nn.Module, eval_sets: Mapping[str, Any], name: str, number: int
+) -> None:  # fmt: skip
+    """Evaluate a micro batch of a set, as a rank does."""
+    precision, plan = cpu_precision(config), objects.evaluation_plans(config, eval_sets)[name]
+    plan = dataclasses.replace(plan, limit=min(plan.evaluated, plan.micro_batch_size))
+    loader = objects.make_loader(
+        task, config=config, precision=precision, train_set=None, eval_sets=eval_sets, workers=0,
+        left_out=lambda bad: None, sets_epoch=True,
+    )  # fmt: skip
+    with loader:
+        world = World(0, size=1, local_rank=0, device=precision.device)
+        evaluate(
+            task, determinism.lay_out(model, config), {name: plan},
+            loader.batches(evaluation_micro_batches(plan, Sharing(), evaluation=number)),
+            world=world, sharing=Sharing(), precision=precision, show=lambda pictures: None,
+        )  # fmt: skip
+
+
+def _said(task: Task, error: BaseException) -> str:
+    return (
+        one_line(error) if isinstance(error, TrainingFailed) else determinism.refusal(error) or where(error, task.file)
+    )
+
+
+def _recurs(task: Task, error: BaseException, device: str) -> bool:
+    """Whether the error would recur in the run, on the run's device and with whole sets."""
+    if isinstance(error, ComputeMetricsFailed) or passes(error) or memory.is_refused(str(error)):
+        return False
+    if device == "cpu" or isinstance(error, TrainingFailed):
+        return True
+    frames = traceback.extract_tb(error.__traceback__)
+    return isinstance(error, _OF_PYTHON) and bool(frames) and frames[-1].filename == str(task.file)
