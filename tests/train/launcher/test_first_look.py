@@ -13,6 +13,7 @@ import torch
 from tests.ports import free_port
 from train.errors import Refused
 from train.launcher import checks, first_look
+from train.launcher.fork import prepare_fork
 from train.launcher.request import Request
 
 if TYPE_CHECKING:
@@ -235,3 +236,12 @@ def test_nothing_is_created_and_the_exit_code_says_so(station: Station) -> None:
     done = station("launch", "plain.py", "--name", "one", "--steps", 2)
     assert done.returncode == 2 and done.stderr.count("\n") == 1 and "line 24: NameError" in done.stderr
     assert not station.runs.exists()
+
+
+def test_a_fork_with_edited_code_is_looked_at_too(engine: Any, tmp_path: Path) -> None:
+    engine.run("to-fork", 1, steps=1)
+    run, file = engine.station.run("to-fork"), tmp_path / "edited.py"
+    file.write_text(engine.task.read_text().replace('{"accuracy":', '{"accuracy": typo +'))
+    with pytest.raises(Refused, match=r"edited.py, line \d+: NameError: name 'typo'.*--eval.first false"):
+        prepare_fork(run, 1, {"steps": "3"}, 1, str(file))
+    prepare_fork(run, 1, {"steps": "3", "eval.first": "false"}, 1, str(file))
