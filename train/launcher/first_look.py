@@ -53,7 +53,14 @@ def warnings(
     """
     if not config.eval.first or not eval_sets:
         return []
-    found, ended = aside(lambda: [*_problems(task, config, model, eval_sets, ranks, device.type)], _PATIENCE)
+
+    def look() -> list[tuple[str, bool]]:
+        try:
+            return [*_problems(task, config, model, eval_sets, ranks, device.type)]
+        except Exception as error:  # what makes the look itself impossible; the run tells better
+            return [(_said(task, error), False)]
+
+    found, ended = aside(look, _PATIENCE)
     if found is None:
         return [f"the first look at the evaluation {ended}; to launch without it: {_OFF}"]
     for text, is_certain in found:
@@ -64,48 +71,44 @@ def warnings(
 
 def _problems(
     task: Task, config: Config, model: nn.Module, eval_sets: Mapping[str, Any], ranks: int, device: str
-) -> Iterator[tuple[str, bool]]:  # fmt: skip
+) -> Iterator[tuple[str, bool]]:
     """Yield each problem in a line, and whether it would recur in the run. In a fork."""
     memory.lower_than_agent(1000)
     os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
-    if ranks > 1:  # a task may use collectives
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     threads = torch.get_num_threads()
     determinism.set_determinism(config)
     torch.set_num_threads(min(torch.get_num_threads(), threads))
-    for number, name in enumerate(eval_sets, 1):
-        try:
-            with without_compiler():
-                _evaluate(task, config, model, eval_sets, name, number)
-        except bdb.BdbQuit:  # a breakpoint, which has no terminal here
-            continue
-        except (Exception, SystemExit) as error:
-            of = "" if len(eval_sets) == 1 else f" (set {name or EVALUATION})"
-            yield f"{_said(task, error)}{of}", _recurs(task, error, device)
-
-
-def _evaluate(
-    task: Task, config: Config, model: nn.Module, eval_sets: Mapping[str, Any], name: str, number: int
-) -> None:  # fmt: skip
-    """Evaluate a micro batch of a set, as a rank does."""
-    precision, plan = cpu_precision(config), objects.evaluation_plans(config, eval_sets)[name]
-    plan = dataclasses.replace(plan, limit=min(plan.evaluated, plan.micro_batch_size))
-    loader = objects.make_loader(
-        task, config=config, precision=precision, train_set=None, eval_sets=eval_sets, workers=0,
-        left_out=lambda bad: None, sets_epoch=True,
+    precision = cpu_precision(config)
+    loader = objects.make_loader(  # as a rank does: before it connects
+        task, config=config, precision=precision, train_set=None, eval_sets=eval_sets,
+        workers=min(config.data.workers or 0, 1), left_out=lambda bad: None, sets_epoch=True,
     )  # fmt: skip
+    if ranks > 1:  # a task may use collectives
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    world = World(0, size=1, local_rank=0, device=precision.device)
+    determinism.lay_out(model, config)
     with loader:
-        world = World(0, size=1, local_rank=0, device=precision.device)
-        evaluate(
-            task, determinism.lay_out(model, config), {name: plan},
-            loader.batches(evaluation_micro_batches(plan, Sharing(), evaluation=number)),
-            world=world, sharing=Sharing(), precision=precision, show=lambda pictures: None,
-        )  # fmt: skip
+        for number, (name, plan) in enumerate(objects.evaluation_plans(config, eval_sets).items(), 1):
+            one = dataclasses.replace(plan, limit=min(plan.evaluated, plan.micro_batch_size))
+            batches = loader.batches(evaluation_micro_batches(one, Sharing(), evaluation=number))
+            try:
+                with without_compiler():
+                    evaluate(
+                        task, model, {name: one}, batches, world=world, sharing=Sharing(), precision=precision,
+                        show=lambda pictures: None,
+                    )  # fmt: skip
+            except bdb.BdbQuit:  # a breakpoint, which has no terminal here
+                continue
+            except (Exception, SystemExit) as error:
+                of = "" if len(eval_sets) == 1 else f" (set {name or EVALUATION})"
+                yield f"{_said(task, error)}{of}", _recurs(task, error, device)
 
 
 def _said(task: Task, error: BaseException) -> str:
     return (
-        one_line(error) if isinstance(error, TrainingFailed) else determinism.refusal(error) or where(error, task.file)
+        one_line(error)
+        if isinstance(error, (Refused, TrainingFailed))
+        else determinism.refusal(error) or where(error, task.file)
     )
 
 

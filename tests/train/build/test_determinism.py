@@ -15,6 +15,7 @@ from tests.train.specs import with_spec
 from tests.train.training import Engine
 from train.build import cores, determinism
 from train.config import Config
+from train.errors import Refused
 from train.parallel.torch_private import fix_compiler
 from train.trainer.evaluate import evaluate_run
 
@@ -49,7 +50,9 @@ def task(tmp_path: Path) -> Path:
 
 
 def test_an_operation_without_an_order_fails_in_a_line_with_its_remedy(engine: Engine, task: Path) -> None:
-    record = engine.run("unordered", task=task, steps=4, epochs=None)
+    with pytest.raises(Refused, match=r"^put_ has no deterministic implementation.*--deterministic false"):
+        engine.run("looked-at", task=task, steps=4, epochs=None)
+    record = engine.run("unordered", task=task, steps=4, epochs=None, eval__first="false")
     assert (record["state"], engine.code) == ("failed", 3)
     assert record["reason"].startswith("put_ has no deterministic implementation") and "\n" not in record["reason"]
     assert "--deterministic false" in record["reason"]

@@ -58,7 +58,7 @@ def test_others_wait_for_rank_0_beyond_the_timeout_and_are_not_taken_for_hung(en
 def test_a_prediction_that_is_not_one_per_sample_fails_the_run_on_all_ranks(engine: Any, tmp_path: Path) -> None:
     task = tmp_path / "task.py"
     task.write_text(TASK.read_text().replace('"label": batch["label"],', '"label": batch["label"][:2],'))
-    record = engine.run("whole-wrong", 2, task=task, steps=1)
+    record = engine.run("whole-wrong", 2, task=task, steps=1, eval__first="false")
     assert record["state"] == "failed" and "one label a sample" in record["reason"], record
     assert "4 for this batch, got a tensor of shape (2,)" in record["reason"]
 
