@@ -105,6 +105,7 @@ def facts(run: Run, record: Record, spec: Spec) -> list[tuple[str, Any]]:
         ("result", _figures(record)),
         ("weights", record.get("weights_sha256")),
         ("submitted", " in ".join(submitted[key] for key in ("engine", "at") if submitted.get(key))),
+        ("order", f"{spec.sampler}() of the task, {spec.samples} samples per epoch" if spec.sampler else None),
         ("ranks", record.get("world_size")),
         ("machine", record.get("host")),
         ("created", record.get("created")),

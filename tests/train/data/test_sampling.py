@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from train.data import sampling
 from train.data.order import uniform
 from train.data.sampling import WINDOW, grouped, weighted
 
@@ -25,6 +26,11 @@ def test_a_sample_that_alone_has_a_weight_is_drawn_always() -> None:
         weights = np.zeros(3)
         weights[place] = 1e-300
         assert weighted(weights, seed=0, epoch=0).tolist() == [place] * 3
+
+
+def test_places_on_a_border_belong_to_a_sample_with_a_weight(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sampling, "uniform", lambda *_: np.array([0.0, 0.5, 0.5 - 2**-54, 1 - 2**-53, 0.0, 0.0]))
+    assert weighted(np.array([0, 0, 1, 0, 1, 0.0]), seed=0, epoch=0).tolist() == [2, 4, 2, 4, 2, 2]
 
 
 def test_epochs_and_seeds_draw_otherwise_and_always_the_same() -> None:

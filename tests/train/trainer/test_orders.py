@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import itertools
 import json
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch.utils.data import Dataset
 
 from tests.train.training import BATCH, SAMPLES
 from train.build.objects import task_of
-from train.data.plan import Plan, Sharing, micro_batches_of
+from train.data import to_device
+from train.data.loader import Loader
+from train.data.plan import MicroBatch, Plan, Sharing, micro_batches_of
 from train.errors import Refused
 from train.launcher.checks import prepare
 from train.launcher.request import Request
@@ -22,6 +27,7 @@ from train.run.heartbeat import Heart
 from train.run.run_folder import Run
 from train.run.spec import read_spec
 from train.trainer.orders import Orders
+from train.views.listing import story
 
 pytestmark = pytest.mark.never_forgiven
 
@@ -37,6 +43,14 @@ def order(epoch, config):
 WEIGHTS = "def weights(config): return [number % 3 for number in range(config.task.samples)]"
 LENGTHS = "def lengths(config): return [7 * number % 31 for number in range(config.task.samples)]"
 TASKS = {"order": ORDER, "weights": WEIGHTS, "lengths": LENGTHS}
+
+
+class Ids(Dataset[int]):
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int) -> int:
+        return index
 
 
 def task(folder: Path, text: str) -> Path:
@@ -67,9 +81,13 @@ def test_ranks_kills_and_workers_change_nothing(name: str, engine: Any, tmp_path
     assert {one["state"] for one in records} == {"finished"}
     assert len({one["weights_sha256"] for one in records}) == 1
     assert {one["sampler"] for one in records} == {name}
+    run = engine.station.run(runs[0])
+    assert f"{name}() of the task, " in story(run, records[0], read_spec(run))
     assert engine.station.samples(runs[0]) == engine.station.samples(runs[1]) == engine.station.samples(runs[2])
     epoch = 40 if name == "order" else SAMPLES
-    seen = [*itertools.chain(*engine.station.samples(runs[0]).values())][:epoch]
+    steps = engine.station.samples(runs[0])
+    assert len({tuple(steps[step]) for step in steps}) == 9, "each epoch has an order of its own"
+    seen = [*itertools.chain(*steps.values())][:epoch]
     assert {one["samples"] for one in records} == {epoch}
     if name == "lengths":
         assert sorted(seen) == list(range(SAMPLES))
@@ -106,6 +124,28 @@ def test_an_order_is_there_before_a_sample_of_its_epoch_is_fetched(ahead: int, l
                 )
         assert asked == [*range(plan.epoch(first), plan.epoch(total - 1) + 1)]
         assert len(orders._known) <= 2 + ahead // plan.steps_per_epoch
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_loader_takes_no_more_of_a_plan_than_it_says(workers: int) -> None:
+    plan, here = Plan(length=64, batch_size=1, micro_batch_size=1), torch.device("cpu")
+    taken = 0
+
+    def counted() -> Iterator[MicroBatch]:
+        nonlocal taken
+        for micro in micro_batches_of(plan, Sharing(), first=0, last=64):
+            taken += 1
+            yield micro
+
+    with Loader(Ids(), {}, collate=None, workers=workers, device=here, dtype=None) as loader:
+        batches = (
+            to_device.ahead(loader._fetched(counted()), lambda item: item) if workers else loader.batches(counted())
+        )
+        most = 0
+        for number, _ in enumerate(batches, 1):
+            time.sleep(0.01)  # for the thread, which pins on a GPU
+            most = max(most, taken - number)
+        assert most == loader.ahead
 
 
 WRONG = {
