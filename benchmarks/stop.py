@@ -88,7 +88,7 @@ def _riding(world: World) -> Callable[[], None]:
         sums = strategy.reduce(stats)
         strategy.scale_and_clip_gradients(optimizer, clip_norm=None)
         strategy.update(optimizer)
-        readback.put(None, StepResult({"": sums}, {}, []))
+        readback.put(None, StepResult({"": sums}, {"": STEP_STATS}, {}, []))
         for _, values, _ in readback.take(everything=False):
             assert not values[""]["stop"]
 

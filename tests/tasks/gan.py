@@ -18,6 +18,8 @@ from tests.tasks import learner
 class Settings:
     every: int = 2
     """Of the generator."""
+    parts: bool = False
+    """The losses have parts."""
     norm: bool = False
     wrong: str = ""
     """What updates() does wrong."""
@@ -39,20 +41,22 @@ def model(config: Any) -> nn.Module:
     return Gan(config.task.norm)
 
 
-def d_loss(model: Any, batch: Any) -> Tensor:
+def d_loss(model: Any, batch: Any) -> Any:
     if model.training:
         learner._act(_steps() + 1)
     (points,) = batch
     made = model.g(torch.randn(len(points), 3).to(points))
     ones = torch.ones(len(points), 1).to(points)
     cross = nn.functional.binary_cross_entropy_with_logits
-    return cross(model.d(points), ones) + cross(model.d(made), 0 * ones)
+    real, fake = cross(model.d(points), ones), cross(model.d(made), 0 * ones)
+    return (real + fake, {"real": real, "fake": fake}) if _parts["are"] else real + fake
 
 
-def g_loss(model: Any, batch: Any) -> Tensor:
+def g_loss(model: Any, batch: Any) -> Any:
     (points,) = batch
     made = model.g(torch.randn(len(points), 3).to(points))
-    return nn.functional.softplus(-model.d(made)).mean()
+    loss = nn.functional.softplus(-model.d(made)).mean()
+    return (loss, {"half": loss / 2}) if _parts["are"] else loss
 
 
 def metrics(model: Any, batch: Any) -> dict[str, Tensor]:
@@ -61,6 +65,7 @@ def metrics(model: Any, batch: Any) -> dict[str, Tensor]:
 
 
 def updates(model: Any, config: Any) -> dict[str, dict[str, Any]]:
+    _parts["are"] = config.task.parts
     d = torch.optim.Adam(model.d.parameters(), lr=0.02, betas=(0.5, 0.9))
     g = torch.optim.SGD(model.g.parameters(), lr=0.05, momentum=0.9)
     match config.task.wrong:
@@ -81,6 +86,9 @@ def updates(model: Any, config: Any) -> dict[str, dict[str, Any]]:
         "d": {"loss": d_loss, "optimizer": d},
         "g": {"loss": g_loss, "optimizer": g, "every": config.task.every},
     }
+
+
+_parts = {"are": False}
 
 
 def _steps() -> int:

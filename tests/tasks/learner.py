@@ -41,6 +41,8 @@ class Settings:
     """The last layer shares its weights with the one before."""
     counted: bool = False
     """The loss is (total, count): every third sample does not count."""
+    parts: str = ""
+    """The loss has parts: `all`; `late`: one more once there is a file of this name in the run folder."""
     count_ids: bool = False
     """One metric a sample of the evaluation: its share of all samples."""
     poison: int = -1
@@ -103,7 +105,14 @@ def loss(model: nn.Module, batch: Any) -> Any:
         each = each / settings.poison_value if settings.poison_value >= 0 else each * math.nan
     if settings.counted:
         counts = (batch["id"] % 3 != 0).to(each.dtype)
-        return (each * counts).sum(), counts.sum()
+        total = (each * counts).sum()
+        return ((total, counts.sum()), {"ce": total, "three": 3 * total}) if settings.parts else (total, counts.sum())
+    if settings.parts:
+        zeros = (batch["label"] == 0).to(each.dtype)
+        zero = (each * zeros).sum(), zeros.sum()
+        parts = {"ce": each.mean(), "id": batch["id"].double().mean().item(), "zeros": zero}
+        late = {"late": 0.0} if settings.parts == "late" and _script.with_name("late").exists() else {}
+        return each.mean(), parts | late
     return each if _state.get("vector") else each.mean()
 
 

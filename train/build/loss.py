@@ -1,12 +1,14 @@
 """Validates what a task's `loss` and `metrics` return, for training and evaluation.
 
-Both return the mean over the batch, or a pair (total, count): a sum and what it is divided by (tokens, say).
+Both return the mean over the batch, or a pair (total, count): a sum and what it is divided by (tokens, say). A loss may
+return its parts beside it, in a dict from names to such values.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -17,6 +19,8 @@ from ..errors import TrainingFailed
 from ..tasks import Task
 
 _WIDE = (torch.float32, torch.float64)
+MOST_PARTS = 32
+"""Maximum number of parts of a loss: a checkpoint has room for so many (see build/updates.py)."""
 
 
 @dataclass(slots=True)
@@ -29,6 +33,8 @@ class BatchValue:
     """Number of samples in the batch."""
     count: Tensor | float | None
     """What the total is divided by; None: `value` is a mean over the samples."""
+    parts: dict[str, BatchValue] = field(default_factory=dict)
+    """The parts of a loss by name, without the graph."""
 
     @property
     def counts_itself(self) -> bool:
@@ -83,6 +89,47 @@ def checked_value(value: Any, samples: int, what: str) -> BatchValue:
     return BatchValue(value if value.dtype in _WIDE else value.float(), samples, count)
 
 
+def checked_loss(value: Any, samples: int, what: str) -> BatchValue:
+    """Check what a task's loss returned, as `checked_value`, with its parts if it returned (loss, {"part": …})."""
+    if not (isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], dict)):
+        return checked_value(value, samples, what)
+    value, parts = value
+    loss = checked_value(value, samples, what)
+    if len(parts) > MOST_PARTS:
+        raise TrainingFailed(f"{what} returns {len(parts)} parts; at most {MOST_PARTS} are logged")
+    loss.parts = {name: _part(name, part, loss, what) for name, part in parts.items()}
+    return loss
+
+
+def _part(name: Any, value: Any, loss: BatchValue, what: str) -> BatchValue:
+    """Check a part of a loss. Beside a mean it is a mean; beside (total, count) a total that is divided by the same
+    count."""
+    if not (isinstance(name, str) and re.fullmatch(r"[A-Za-z0-9_-]{1,64}", name)):
+        raise TrainingFailed(f"{what} names a part {name!r}; use letters, digits, _ and -")
+    value, count = value if isinstance(value, tuple) and len(value) == 2 else (value, loss.count)
+    value = torch.as_tensor(value, dtype=torch.float64) if isinstance(value, (int, float, np.number)) else value
+    if not (_is_scalar(value) and (count is None or _is_scalar(count) or isinstance(count, (int, float)))):
+        raise TrainingFailed(
+            f"{what} returns for its part {name} {kind_of(value)}; give a scalar tensor or a number, or (total, count)"
+        )
+    value, count = value.detach().reshape(()), count.detach().reshape(()) if isinstance(count, Tensor) else count
+    return BatchValue(value if value.dtype in _WIDE else value.float(), loss.samples, count)
+
+
+def check_parts(known: Iterable[str], found: Iterable[str], what: str) -> None:
+    """Check that a loss returned the parts that it returned before.
+
+    Raises:
+        TrainingFailed: it returned others.
+    """
+    known, found = [*known], [*found]
+    if set(known) != set(found):
+        raise TrainingFailed(
+            f"{what} returned the parts {', '.join(found) or '(none)'}, but {', '.join(known) or '(none)'} before; "
+            "return the same parts for every batch"
+        )
+
+
 def training_loss(
     function: Callable[[nn.Module, Any], Any], compute: Callable[[Callable[[nn.Module], Tensor]], Tensor], *,
     batch: Any, samples: int, what: str,
@@ -100,7 +147,7 @@ def training_loss(
     made: list[BatchValue] = []
 
     def value_of(model: nn.Module) -> Tensor:
-        loss = checked_value(function(model, batch), samples, what)
+        loss = checked_loss(function(model, batch), samples, what)
         if not loss.value.requires_grad:
             raise TrainingFailed(f"{what} does not depend on the model's parameters: call model(...) in it")
         made.append(loss)
@@ -114,7 +161,7 @@ def training_loss(
 def evaluation_values(
     task: Task, model: nn.Module, *, inference: nn.Module, batch: Any, samples: int
 ) -> dict[str, BatchValue]:
-    """Compute the loss and the metrics of a batch, by name, the loss first.
+    """Compute the loss and the metrics of a batch, by name: the loss, its parts as `loss.NAME`, the metrics.
 
     Where the metrics include `loss`, the task's loss is not called: one forward serves both.
 
@@ -134,8 +181,13 @@ def evaluation_values(
         value = made[name]
         if name != "loss" and isinstance(value, (int, float, np.number, np.ndarray)):
             value = torch.as_tensor(value)
-        what = "loss" if name == "loss" else f"metric {name}"
-        values[name] = checked_value(value, samples, f"{what} in {task.file}")
+        if name == "loss":
+            loss = values[name] = checked_loss(value, samples, f"loss in {task.file}")
+            values |= {f"loss.{part}": one for part, one in loss.parts.items()}
+        elif name in values:
+            raise TrainingFailed(f"metrics in {task.file} gives {name}, as a part of the loss; give it another name")
+        else:
+            values[name] = checked_value(value, samples, f"metric {name} in {task.file}")
     return values
 
 

@@ -22,7 +22,7 @@ from ..parallel.strategy import STEP_STATS, Strategy
 from ..parallel.world import World
 from ..tasks import Task
 from .freeze import set_training
-from .loss import BatchValue, training_loss
+from .loss import MOST_PARTS, BatchValue, training_loss
 from .objects import call
 from .optimizer import check_optimizer, has_modes, keep_dtypes, make_optimizer
 
@@ -166,12 +166,20 @@ def read_updates(task: Task, model: nn.Module, config: Config) -> list[Update]:
 
 
 def losses_kept(updates: list[Update], device: torch.device) -> dict[str, torch.Tensor]:
-    """Return tensors of the state for the last loss of each update that leaves out steps. Later lines repeat it."""
-    return {
-        update.name: torch.zeros(len(STEP_STATS), dtype=update.strategy.stats_dtype, device=device)
+    """Return tensors of the state for the last loss of each update that leaves out steps, and for the parts of it.
+    Later lines repeat them."""
+    sizes = {
+        name: (size, update.strategy.stats_dtype)
         for update in updates
         if update.every > 1
+        for name, size in ((update.name, len(STEP_STATS)), (parts_kept(update.name), 2 * MOST_PARTS))
     }
+    return {name: torch.zeros(size, dtype=dtype, device=device) for name, (size, dtype) in sizes.items()}
+
+
+def parts_kept(update: str) -> str:
+    """Return the name in the state of the parts of an update's last loss."""
+    return f"{update}.parts"
 
 
 def _read(name: str, entry: Any, where: str) -> Update:

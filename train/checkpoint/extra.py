@@ -33,7 +33,8 @@ class Extra:
     objects: dict[str, Any] = dataclasses.field(default_factory=dict)
     """Maps a name from the task's stateful() to an object with state_dict() and load_state_dict()."""
     losses: dict[str, Tensor] = dataclasses.field(default_factory=dict)
-    """Maps the name of an update that leaves out steps to the stats (STEP_STATS) of the last step that made it."""
+    """Maps the name of an update that leaves out steps to the stats (STEP_STATS) of the last step that made it, and
+    `parts_kept` of it to the parts of that loss."""
 
     def state(self) -> dict[str, Any]:
         """Return what is copied and saved: tensors, and the objects' states, taken apart; {} if there is nothing."""

@@ -65,9 +65,10 @@ def load(
             raise ValueError(f"{min(unknown)} is not in the model")
         if optimizer is not None:
             _make_places(state["optim"], dict(module.named_parameters()), written, metadata)
-        has_losses = any(path[0] == LOSSES for _, path in written)  # an earlier release wrote none
+        losses = {path[1] for _, path in written if path[0] == LOSSES}  # an earlier release wrote none, or not all
         places = extra.state() | ({OBJECTS: b""} if extra.objects else {})
-        state |= {key: value for key, value in places.items() if key != LOSSES or has_losses}
+        kept = {name: value for name, value in places.pop(LOSSES, {}).items() if name in losses}
+        state |= places | ({LOSSES: kept} if kept else {})
         dcp.load(state, storage_reader=reader, no_dist=by_itself, process_group=group)
     except (dcp.api.CheckpointException, ValueError, KeyError) as error:  # DCP wraps all that the state is at fault for
         if isinstance(cause_of(error), OSError):  # of the disk, and may pass

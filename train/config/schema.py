@@ -171,8 +171,8 @@ class Checkpoint:
     keep: Changeable[Count] = 3
     """Number of checkpoints to keep: the newest ones."""
     best: Changeable[str] = ""
-    """Metric whose best checkpoint is kept, too. A loss is best at its lowest, other metrics at their highest; min:NAME
-    or max:NAME says otherwise. The run then saves at every evaluation."""
+    """Metric whose best checkpoint is kept, too. A loss and its parts are best at their lowest, other metrics at their
+    highest; min:NAME or max:NAME says otherwise. The run then saves at every evaluation."""
     keep_best: Changeable[Count] = 1
     """Number of checkpoints that are best by checkpoint.best to keep, besides the newest ones."""
     asynchronous: Changeable[bool] = True

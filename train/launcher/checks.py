@@ -348,6 +348,8 @@ def check_metric(
     is_open = not known and (task.metrics is not None or task.compute_metrics is not None)
     if is_open and metric and any(map(metric.startswith, prefixes)):
         return  # only the first evaluation shows which names exist
+    if not known and task.loss is not None and any(metric.startswith(f"{prefix}loss.") for prefix in prefixes):
+        return  # a part of the loss
     known = known or [f"{prefix}loss" for prefix in prefixes if task.loss is not None]
     if metric not in known:
         likely = {prefix + metric.rpartition(".")[2] for prefix in prefixes if is_open and metric}

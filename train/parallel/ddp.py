@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -92,6 +93,8 @@ class DDP(Strategy):
         # of the weights' type, so that it shares a bucket with them and costs no further reduction
         zeros = torch.zeros(len(STEP_STATS), dtype=self.stats_dtype, device=world.device)
         self._tail = nn.Parameter(zeros)
+        self._more: tuple[Tensor, Any] | None = None
+        """The sums of the stats that the tail has no place for (parts of a loss), and the communication of them."""
         # a pass without data must not give gradients of 0 to what no rank used: weight decay would reach it
         self._forward = _Forward(model, self._tail, touches=self._carries_stats)
         self._ddp = DDPModule(
@@ -143,6 +146,11 @@ class DDP(Strategy):
 
     def _reducing_backward(self, root: Tensor, gradient: Tensor, stats: Tensor) -> None:
         """Run the backward pass that reduces gradients and stats."""
+        self._more = None
+        if self._carries_stats and len(stats) > len(self._tail):
+            # not a longer tail: it would move the borders of buckets, and with them the bits of sums
+            more, stats = stats[len(self._tail) :].clone(), stats[: len(self._tail)]
+            self._more = more, dist.all_reduce(more, async_op=True)
         if self._carries_stats:
             torch.autograd.backward([root, self._tail], [gradient, stats * self.world.size])
         else:
@@ -155,7 +163,12 @@ class DDP(Strategy):
         if without:  # then nothing has been reduced
             raise _unused(without)
         assert self._tail.grad is not None
-        return self._tail.grad.detach()
+        if self._more is None:
+            return self._tail.grad.detach()
+        more, adding = self._more
+        with self.communication.waiting():
+            adding.wait()
+        return torch.cat([self._tail.grad.detach(), more])
 
     def not_finite(self) -> str:
         # a step that left a parameter out was not reduced, which DDP reports at the next forward: ask before a save

@@ -20,11 +20,12 @@ class Aim(NamedTuple):
 
 
 def aim_of(text: str) -> Aim:
-    """Parse checkpoint.best: NAME (loss, val.loss: the lowest, others: the highest), min:NAME or max:NAME."""
+    """Parse checkpoint.best: NAME (loss, val.loss, a part loss.ce: the lowest, others: the highest), min:NAME or
+    max:NAME."""
     direction, colon, name = text.partition(":")
     if colon and direction in ("min", "max"):
         return Aim(name, direction == "min")
-    return Aim(text, text.rpartition(".")[2] == "loss")
+    return Aim(text, "loss" in text.split("."))
 
 
 def improvements(scores: Iterable[float | None], aim: Aim, min_delta: float = 0.0) -> Iterator[bool]:

@@ -143,6 +143,8 @@ class Record(TypedDict):
     """The function of the task that orders the samples; '': none."""
     saved_step: NotRequired[int]
     loss: NotRequired[float | None]
+    loss_parts: NotRequired[dict[str, list[str]]]
+    """Maps an update ('' for a single one) to the names of the parts of its loss, which the first step has fixed."""
     samples_per_s: NotRequired[float | None]
     metrics: NotRequired[dict[str, float | None]]
     """Metrics of the last evaluation."""

@@ -2,7 +2,8 @@
 
     def model(config) -> nn.Module
     def datasets(config) -> (train, evaluation or None)     # map-style datasets
-    def loss(model, batch) -> Tensor                        # mean over the batch, or (total, count)
+    def loss(model, batch) -> Tensor                        # mean over the batch, or (total, count);
+                                                            # either with a dict of its parts beside it
 
 and, optional, `metrics(model, batch) -> dict[str, Tensor]`, `predict(model, batch)` and `compute_metrics(predictions)`
 (figures of a whole set), `inference_model(model)` (what evaluation and export take), `images(model, batch)` (pictures,

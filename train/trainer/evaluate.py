@@ -49,7 +49,7 @@ Weights = Callable[[], contextlib.AbstractContextManager[None]]
 """Returns a context manager that swaps in the weights to evaluate and restores the others on exit."""
 Row = list[Tensor | float]
 """The figures of a micro batch: its number of samples, then total and count of each figure, in the order of names."""
-_OTHER_NAMES = "metrics must return the same names for every batch"
+_OTHER_NAMES = "metrics, and the parts of a loss, must have the same names for every batch"
 
 
 def evaluate(

@@ -21,7 +21,7 @@ from .model_check import ModelCheck
 from .not_finite import is_finite
 from .prefetch import Prefetch
 from .setup import Job
-from .step_stats import LOSS, StepResult, StepStats
+from .step_stats import LOSS, STATS, StepResult, StepStats
 
 Fetched = tuple[MicroBatch, Any, bool]
 """A micro batch, its data on the device, and whether it is this rank's last one of the step."""
@@ -42,7 +42,7 @@ def step(job: Job, number: int, prefetch: Prefetch, stats_of: dict[str, StepStat
     fetched = _fetch(job, number, prefetch)
     batches = list(fetched) if len(updates) > 1 else fetched  # several updates need them all, one takes one at a time
     norms: list[Tensor] = []
-    result = StepResult({}, {}, [])
+    result = StepResult({}, {}, {}, [])
     for update in updates:
         strategy, stats = update.strategy, stats_of[update.name]
         update.activate()  # only its own parameters require gradients
@@ -61,15 +61,18 @@ def step(job: Job, number: int, prefetch: Prefetch, stats_of: dict[str, StepStat
                     with job.precision.autocast():
                         loss = update.compute_loss(batch, len(micro.indices))
                     stats.add(micro.number, loss, is_repeated=micro.is_repeated)
+                if is_last:
+                    stats.parts.fix(job.world)
                 weight = 0.0 if loss is None or micro.is_repeated else loss.weight / samples
                 strategy.backward(None if loss is None else loss.value, weight, stats.tensor() if is_last else None)
             del loss  # frees its graph before the next forward
             check.after_micro_batch(is_last)
         sums = result.sums[update.name] = stats.summed(strategy.reduce(stats.tensor()))
+        result.names[update.name] = stats.names
         _report(job, check)
 
         # With on_nan skip, all ranks leave out the update if the loss or a gradient is not finite.
-        if buffers_before is not None and not is_finite(sums, strategy.trainable, job.world):
+        if buffers_before is not None and not is_finite(sums[: len(STATS)], strategy.trainable, job.world):
             strategy.buffers.put_back(buffers_before)
             strategy.update(None)  # clears the gradients
             result.left_out.append(update.name)

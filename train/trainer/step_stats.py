@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import collections
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
@@ -17,6 +17,7 @@ from torch import Tensor
 from ..build.loss import BatchValue
 from ..parallel.strategy import STEP_STATS as STATS
 from ..signals import StopRequest
+from .part_stats import PartStats
 
 LOSS, COUNT, STOP, SAVE, COUNTED, COPY = range(len(STATS))
 T = TypeVar("T")
@@ -27,7 +28,9 @@ class StepResult(NamedTuple):
     """The result of a step, on the device: tensors that the host reads later."""
 
     sums: dict[str, Tensor]
-    """Maps the name of each update that was due to the sums of STATS over all ranks."""
+    """Maps the name of each update that was due to its sums over all ranks, as `StepStats.names` says."""
+    names: dict[str, Sequence[str]]
+    """Maps the name of each of these updates to the names of its sums."""
     figures: dict[str, Tensor]
     """Maps names of run/metrics.Training to scalars, for the line of the step."""
     left_out: list[str]
@@ -40,6 +43,8 @@ class StepStats:
     def __init__(
         self, dtype: torch.dtype, device: torch.device, *, is_ordered: bool, leaves_out: bool, stop: StopRequest,
         save: Callable[[], bool] = lambda: False, copy: Callable[[], float] = lambda: 0.0, kept: Tensor | None = None,
+        kept_parts: Tensor | None = None, what: str = "loss", parts: Sequence[str] | None = None,
+        parts_fixed: Callable[[Sequence[str]], None] = lambda names: None,
     ) -> None:  # fmt: skip
         """
         Args:
@@ -47,7 +52,9 @@ class StepStats:
             leaves_out: samples that cannot be read are left out, so a step may count fewer than it was to have.
             stop: says whether this rank was asked to stop.
             save: says whether this rank asks for a checkpoint after the step.
-            kept: gets the sums of the last step whose loss is finite, because lines of later steps repeat it.
+            kept: gets the sums of the last step whose loss is finite, because lines of later steps repeat it;
+                `kept_parts` those of its parts.
+            what, parts, parts_fixed: see PartStats.
             copy: whether this rank asks for a copy of the state (checkpoint/snapshot.py), called once a step.
         """
         self._dtype, self._device, self._is_ordered, self._stop, self._copy = dtype, device, is_ordered, stop, copy
@@ -55,31 +62,42 @@ class StepStats:
         self._is_host, self._largest = device.type == "cpu", torch.finfo(dtype).max
         self._tensor = torch.zeros(len(STATS), dtype=dtype, device=device)
         self._cells = self._tensor.unbind()
+        self._kept_parts = kept_parts
+        self.parts = PartStats(dtype, device, is_ordered=is_ordered, what=what, names=parts, fixed=parts_fixed)
         self._filled: list[float | None] = [0.0] * len(STATS)
         """The value that the host has filled into each cell; None if the device has written the cell."""
         self.begin(0)
 
+    @property
+    def names(self) -> Sequence[str]:
+        """Names of what `summed` returns: STATS, then `loss.PART` and `count.PART` for the parts of the loss."""
+        if not self.parts.names:
+            return STATS
+        return (*STATS, *(f"{kind}.{part}" for kind in ("loss", "count") for part in self.parts.names))
+
     def begin(self, micros: int) -> None:
         """Reset the stats for the next step, of this many micro batches over all ranks."""
+        self.parts.begin(micros)
         self._result: Tensor | None = None
         self.counts_itself = False
         """Whether a loss of this step came with a count."""
         self._has_loss = False
         self._count: Tensor | float = 0.0
-        self._parts: Tensor | None = None
+        self._rows: Tensor | None = None
         """With ordered sums, total and count of each micro batch, so that they do not depend on who adds them."""
         if self._is_ordered:
-            self._parts = torch.zeros(micros, 2, dtype=self._dtype, device=self._device)
+            self._rows = torch.zeros(micros, 2, dtype=self._dtype, device=self._device)
 
     def add(self, number: int, loss: BatchValue, *, is_repeated: bool = False) -> None:
         """Add the loss of a micro batch. The loss of a repeated one is added by another rank."""
         self.counts_itself |= loss.counts_itself
+        self.parts.add(number, loss.parts, is_repeated=is_repeated)
         if is_repeated:
             return
         count = loss.counted()
-        if self._parts is not None:
-            self._parts[number, 0] = self._total(loss)
-            _put(self._parts[number, 1], count)
+        if self._rows is not None:
+            self._rows[number, 0] = self._total(loss)
+            _put(self._rows[number, 1], count)
         else:
             cell = self._cells[LOSS]
             if self._has_loss:
@@ -106,14 +124,17 @@ class StepStats:
         added."""
         if self._result is not None:
             return self._result
-        if not self._has_loss or self._parts is not None:
+        if not self._has_loss or self._rows is not None:
             self._set(LOSS, 0.0)
         self._set(COUNT, self._count)
         self._set(STOP, float(self._stop.asked))
         self._set(SAVE, float(self._save()))
         self._set(COUNTED, float(self.counts_itself))
         self._set(COPY, self._copy())
-        self._result = self._tensor if self._parts is None else torch.cat([self._parts.reshape(-1), self._tensor])
+        pieces = [self._tensor] if self._rows is None else [self._rows.reshape(-1), self._tensor]
+        if self.parts.names:
+            pieces.append(self.parts.tensor())
+        self._result = torch.cat(pieces) if len(pieces) > 1 else self._tensor
         return self._result
 
     def _set(self, place: int, value: Tensor | float) -> None:
@@ -126,14 +147,18 @@ class StepStats:
         _put(self._cells[place], value)
 
     def summed(self, reduced: Tensor) -> Tensor:
-        """Return the sums of STATS, from what the strategy has reduced over the ranks."""
-        if self._parts is None:
-            sums = reduced
-        else:  # each part is one rank's, and zeros of the others round nothing
-            parts, stats = reduced[: self._parts.numel()].view_as(self._parts), reduced[self._parts.numel() :]
-            sums = torch.cat([parts.sum(0), stats[STOP:]])
+        """Return the sums (see `names`), from what the strategy has reduced over the ranks."""
+        sums = reduced
+        if self._rows is not None:  # each row is one rank's, and zeros of the others round nothing
+            rows, stats = reduced[: self._rows.numel()].view_as(self._rows), reduced[self._rows.numel() :]
+            pieces = [rows.sum(0), stats[STOP : len(STATS)]]
+            if self.parts.names:
+                pieces.append(self.parts.summed(stats[len(STATS) :]))
+            sums = torch.cat(pieces)
         if self._kept is not None:
-            self._kept.copy_(torch.where(sums[LOSS].isfinite(), sums, self._kept))
+            _keep(self._kept, sums[: len(STATS)], sums[LOSS])
+        if self._kept_parts is not None and self.parts.names:
+            _keep(self._kept_parts[: len(sums) - len(STATS)], sums[len(STATS) :], sums[LOSS])
         return sums
 
     def scale(self, sums: Tensor, samples: int) -> Tensor | None:
@@ -151,6 +176,11 @@ class StepStats:
         return (samples / count).masked_fill(count <= 0, 0.0)
 
 
+def _keep(kept: Tensor, sums: Tensor, loss: Tensor) -> None:
+    """Replace what is kept by new sums if the loss is finite. The host does not wait for the answer."""
+    kept.copy_(torch.where(loss.isfinite(), sums, kept))
+
+
 def _put(cell: Tensor, value: Tensor | float) -> None:
     if isinstance(value, Tensor):
         cell.copy_(value)
@@ -163,7 +193,8 @@ class Readback(Generic[T]):
 
     def __init__(self, device: torch.device) -> None:
         self._lag = 1 if device.type == "cuda" else 0
-        self._pending: collections.deque[tuple[T, list[str], list[str], Tensor, Any]] = collections.deque()
+        self._pending: collections.deque[tuple[T, dict[str, Sequence[str]], list[str], Tensor, Any]]
+        self._pending = collections.deque()
         self._free: list[tuple[Tensor, Any]] = []
         """Pinned tensors and events for reuse: making them costs more than the copy."""
 
@@ -176,7 +207,7 @@ class Readback(Generic[T]):
             pinned.copy_(values, non_blocking=True)
             event.record()
             values = pinned
-        self._pending.append((step, [*result.sums], [*result.figures], values, event))
+        self._pending.append((step, result.names, [*result.figures], values, event))
 
     def _pinned(self, values: Tensor) -> tuple[Tensor, Any]:
         """Return a pinned tensor for values, and an event."""
@@ -187,8 +218,8 @@ class Readback(Generic[T]):
         return torch.empty(values.shape, dtype=values.dtype, pin_memory=True), torch.cuda.Event()
 
     def take(self, everything: bool) -> Iterator[tuple[T, dict[str, dict[str, float]], dict[str, float]]]:
-        """Yield each step whose result can be read by now: what `put` got, the sums of each update by the names of
-        STATS, and the figures.
+        """Yield each step whose result can be read by now: what `put` got, the sums of each update by their names, and
+        the figures.
 
         Args:
             everything: also wait for the result of the last step.
@@ -200,6 +231,6 @@ class Readback(Generic[T]):
             numbers = iter(values.tolist())
             if event is not None:
                 self._free.append((values, event))
-            # each update takes as many numbers as STATS has names
-            sums = {name: dict(zip(STATS, numbers, strict=False)) for name in updates}
+            # each update takes as many numbers as it has names
+            sums = {update: dict(zip(names, numbers, strict=False)) for update, names in updates.items()}
             yield step, sums, dict(zip(figures, numbers, strict=True))

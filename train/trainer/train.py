@@ -6,6 +6,7 @@ import contextlib
 import functools
 import gc
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, cast
 
@@ -16,10 +17,10 @@ from .. import faults
 from ..build.freeze import set_training
 from ..build.optimizer import evaluated_weights
 from ..build.schedule import Planned, Rates
+from ..build.updates import parts_kept
 from ..checkpoint.save import CannotSave
 from ..errors import TrainingFailed
 from ..parallel import gather
-from ..parallel.strategy import STEP_STATS
 from ..run import heartbeat
 from ..run.metrics import Training, skipped_steps
 from ..run.record import Times
@@ -29,6 +30,7 @@ from .flops import flops_of
 from .history import History
 from .intervals import SaveClock
 from .loggers.loggers import SKIPPED
+from .losses import Losses
 from .model_check import STEPS as CHECKED_STEPS
 from .model_check import ModelCheck
 from .not_finite import note_skipped, why_it_ends
@@ -127,10 +129,13 @@ class Loop:
         )  # fmt: skip
         first = next(update for update in job.updates if update.every == 1)  # it asks for copies, in every step
         self._leaves_out = job.config.data.leaves_out
+        parts, kept = job.world.on_first(lambda: job.run.read().get("loss_parts", {})), job.state.extra.losses
         self._stats = {
             update.name: StepStats(
                 update.strategy.stats_dtype, device, is_ordered=update.strategy.is_ordered,
-                leaves_out=self._leaves_out, stop=job.stop, kept=job.state.extra.losses.get(update.name),
+                leaves_out=self._leaves_out, stop=job.stop, kept=kept.get(update.name),
+                kept_parts=kept.get(parts_kept(update.name)), what=update.what, parts=parts.get(update.name),
+                parts_fixed=functools.partial(self._note_parts, update.name),
                 save=lambda: job.world.is_first and self._save_clock.is_due(),
                 copy=job.snapshots.copy_request if update is first else lambda: 0.0,
             )
@@ -138,9 +143,9 @@ class Loop:
         }  # fmt: skip
         self.readback = Readback[_Step](device)
         self._saved = start.saved
-        self._last = self._kept_losses()
-        """If updates leave out steps: the last loss of each by its name in metrics.jsonl, because each line has all
-        losses."""
+        self._losses = Losses(
+            job.updates, self._stats, plan=job.data.plan, leaves_out=self._leaves_out, kept=kept, done=self.done
+        )
         planned = Planned(job.config, job.data.plan.steps_per_epoch, job.total_steps)
         self._rates = Rates(job.task, planned, optimizer=job.optimizer, history=self._history.lines)
         from_memory = start.saved < start.step  # deaths must not put off what the disk is to have
@@ -223,9 +228,7 @@ class Loop:
     def _log(self, made: _Step, updates: dict[str, dict[str, float]], figures: dict[str, float]) -> None:
         """Check the losses of a step and write its line."""
         job, last = self.job, [*updates.values()][-1]
-        losses = {_loss_name(name): self._mean(sums, made.samples) for name, sums in updates.items()}
-        if self._last is not None:
-            self._last |= {name: loss for name, loss in losses.items() if math.isfinite(loss)}
+        losses, parts = self._losses.of_step(updates, made.samples)
         if made.is_skipped:
             note_skipped(job, self._skipped, made.number)
         elif not math.isfinite(sum(losses.values())):
@@ -239,31 +242,20 @@ class Loop:
                 f"{SKIPPED} in the run folder"
             )
         if job.world.is_lead and (job.intervals.logs(made.number) or made.is_skipped):
-            self._write_line(made, losses, figures)
+            self._write_line(made, *self._losses.of_line(losses, parts), figures)
 
-    def _mean(self, sums: dict[str, float], samples: int) -> float:
-        """Return the loss of an update in a step of this many samples."""
-        count = sums["count"] if sums["counted"] or self._leaves_out else samples
-        return sums["loss"] / count if sums["count"] else 0.0
+    def _note_parts(self, update: str, names: Sequence[str]) -> None:
+        """Record the names of the parts of a loss, which all attempts keep to."""
+        if names and self.job.world.is_lead:
+            self.job.run.note(lambda record: record.setdefault("loss_parts", {}).update({update: [*names]}))
 
-    def _kept_losses(self) -> dict[str, float] | None:
-        """Return the last losses of updates that leave out steps, from the state that the attempt continues from."""
-        job, found = self.job, {}
-        for update in job.updates:
-            if (kept := job.state.extra.losses.get(update.name)) is not None:
-                sums, last = dict(zip(STEP_STATS, kept.tolist(), strict=True)), self.done - self.done % update.every
-                if sums["count"]:  # else none was made yet, or the checkpoint is of an earlier release
-                    found[_loss_name(update.name)] = self._mean(sums, job.data.plan.samples(last - 1))
-        return found if job.state.extra.losses else None
-
-    def _write_line(self, made: _Step, losses: dict[str, float], figures: dict[str, float]) -> None:
+    def _write_line(
+        self, made: _Step, losses: dict[str, float], parts: dict[str, float], figures: dict[str, float]
+    ) -> None:
         job = self.job
-        if self._last is not None:
-            known = self._last | losses
-            losses = {name: known[name] for one in job.updates if (name := _loss_name(one.name)) in known}
         line = cast(Training, {
             "step": made.number, "epoch": job.data.plan.epoch_of(made.number), "loss": sum(losses.values()),
-            "lr": made.rate, **self.timing.speed(), **losses, **figures,
+            "lr": made.rate, **self.timing.speed(), **losses, **parts, **figures,
         })  # fmt: skip
         if made.is_skipped:
             line["skipped"] = True
@@ -386,8 +378,3 @@ class Loop:
 
     def _warn_unsaved(self, error: CannotSave) -> None:
         self.job.loggers.say(f"warning: a checkpoint could not be saved ({error}); training continues and tries again")
-
-
-def _loss_name(update: str) -> str:
-    """Return the name in metrics.jsonl of an update's loss."""
-    return f"loss.{update}" if update else "loss"

@@ -105,8 +105,9 @@ def test_gradients_are_scaled_by_what_was_counted(leaves_out: bool, count: int |
 def test_the_host_reads_the_sums_of_each_update_and_the_figures_of_the_step() -> None:
     readback, wide = Readback[str](CPU), 2.0**24 + 1  # no float32
     sums = {"d": torch.arange(6.0), "g": torch.arange(6.0) + 6}
-    readback.put("first", StepResult(sums, {"grad_norm": torch.tensor(wide, dtype=torch.float64)}, []))
-    readback.put("second", StepResult({"d": sums["g"]}, {}, []))
+    figures = {"grad_norm": torch.tensor(wide, dtype=torch.float64)}
+    readback.put("first", StepResult(sums, {"d": STATS, "g": STATS}, figures, []))
+    readback.put("second", StepResult({"d": sums["g"]}, {"d": STATS}, {}, []))
     first, second = readback.take(everything=False)
     assert first == (
         "first", {"d": dict(zip(STATS, range(6), strict=True)), "g": dict(zip(STATS, range(6, 12), strict=True))},
