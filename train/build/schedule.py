@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ..config import Config
+from ..config.schema import ENDING
 from ..errors import Refused, TrainingFailed
 from ..parallel.torch_private import version_of
 from ..run.best import aim_of, improvements
@@ -105,6 +106,17 @@ class Planned(NamedTuple):
     steps_per_epoch: int
     total_steps: int
 
+    @property
+    def start(self) -> int:
+        """The step with which the curve starts."""
+        return round(self.config.schedule.start_epoch * self.steps_per_epoch)
+
+    @property
+    def end(self) -> int:
+        """The step with which it ends. Steps after it have the rate of its last step."""
+        epochs = self.config.schedule.total_epochs
+        return self.total_steps if epochs is None else max(1, round(epochs * self.steps_per_epoch))
+
 
 def takes_history(function: Callable[..., Any]) -> bool:
     """Whether a task's schedule() also takes the evaluations so far: schedule(step, total_steps, config, history)."""
@@ -130,19 +142,20 @@ def factors(task: Task, planned: Planned, history: Sequence[Past] = ()) -> Calla
     Args:
         history: The evaluations up to the step, see run/metrics.py.
     """
-    config, steps_per_epoch, total_steps = planned
+    config, per_epoch, start = planned.config, planned.steps_per_epoch, planned.start
     if task.schedule is None:
-        drops = 0
-        if config.schedule.decay == "plateau":
-            drops = plateau_drops(config, history, _warmup(config, steps_per_epoch, total_steps))
-        return functools.partial(
-            rate_factor, config, steps_per_epoch=steps_per_epoch, total_steps=total_steps, drops=drops
-        )
+        decay, drops = config.schedule.decay, 0
+        last = planned.end - 1 if decay in ENDING else math.inf
+        total = (planned.end if decay in ENDING else planned.total_steps) - start
+        if decay == "plateau":
+            drops = plateau_drops(config, history, start + _warmup(config, per_epoch, total))
+        return lambda step: rate_factor(config, int(max(min(step, last) - start, 0)), per_epoch, total, drops)
     own, has_history = task.schedule, takes_history(task.schedule)
 
     def factor(step: int) -> float:
+        step = max(min(step, planned.end - 1) - start, 0)
         more = [[*history]] if has_history else []  # a copy: a task may sort its list
-        value: Any = own(step, total_steps, config, *more)
+        value: Any = own(step, planned.end - start, config, *more)
         is_number = isinstance(value, Real)  # of NumPy too
         if not is_number or not 0 <= value < math.inf:
             raise TrainingFailed(
@@ -154,23 +167,33 @@ def factors(task: Task, planned: Planned, history: Sequence[Past] = ()) -> Calla
     return factor
 
 
-def check(task: Task, config: Config, total_steps: int) -> None:
+def check(task: Task, planned: Planned) -> None:
     """Check that the learning rate can be computed.
 
     Raises:
         Refused: fields exclude each other, or the task's own schedule() fails in the first step.
     """
-    if config.schedule.decay == "onecycle" and config.schedule.warmup_epochs:
+    schedule = planned.config.schedule
+    if schedule.decay == "onecycle" and schedule.warmup_epochs:
         raise Refused(
             "--schedule.decay onecycle rises by itself, over 30 % of the steps; leave out --schedule.warmup_epochs"
         )
-    if task.schedule is None and config.schedule.decay == "plateau":
-        if not config.schedule.metric:
+    if task.schedule is None and schedule.decay == "plateau":
+        if not schedule.metric:
             raise Refused("--schedule.decay plateau needs a metric; give --schedule.metric, such as max:accuracy")
-        if config.schedule.gamma == 1:
+        if schedule.gamma == 1:
             raise Refused("--schedule.gamma 1 makes no drop; give less than 1")
+    if schedule.start_epoch:
+        if task.schedule is None and schedule.decay == "constant" and not schedule.warmup_epochs:
+            raise Refused("--schedule.start_epoch has no effect on a constant learning rate; leave it out, or give 0")
+        if planned.start >= min(planned.end, planned.total_steps):
+            end = min(planned.end, planned.total_steps) / planned.steps_per_epoch
+            other = "" if schedule.total_epochs is None else ", or another --schedule.total_epochs"
+            raise Refused(
+                f"--schedule.start_epoch {schedule.start_epoch:g}: give less than the end, epoch {end:.6g}{other}"
+            )
     with refusing(task, "schedule()"):
-        factors(task, Planned(config, 1, total_steps))(0)
+        factors(task, planned)(0)
 
 
 def factor_at(task: Task, planned: Planned, step: int, history: Sequence[Past]) -> float:

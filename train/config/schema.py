@@ -89,6 +89,10 @@ class Optim:
     all layers. docs/tasks.md says what a layer is. Source: Clark et al., ELECTRA, 2020."""
 
 
+ENDING = ("cosine", "linear", "wsd", "onecycle")
+"""Decays that are stretched over the run, and so depend on where it ends."""
+
+
 @dataclass(config=_STRICT)
 class Schedule:
     warmup_epochs: Epochs = 0.0
@@ -110,6 +114,11 @@ class Schedule:
     """For decay plateau: metric of the evaluations. Written as for checkpoint.best, such as max:accuracy."""
     patience: Count = 3
     """For decay plateau: number of evaluations in a row without an improvement after which the rate drops."""
+    total_epochs: Changeable[Annotated[float, Field(gt=0, le=1e9)] | None] = None
+    """Epoch with which cosine, linear, wsd, onecycle or a task's schedule() ends. Later steps have the learning rate of
+    its last step. Default: the end of the run."""
+    start_epoch: Epochs = 0.0
+    """Epoch with which the warm-up and the decay start, for a new cycle in a fork."""
     scaling: Scaling = "none"
     """linear: multiply lr by batch_size / base_batch_size (Goyal et al., 2017)."""
     base_batch_size: Count = 256

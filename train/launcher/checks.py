@@ -193,7 +193,7 @@ def check_run(
     plan = objects.plan_of(config, samples)
     check_sync_batchnorm(config, device, ranks, plan.length)
     total = objects.total_steps(config, plan)
-    schedule.check(task, config, total)
+    schedule.check(task, schedule.Planned(config, plan.steps_per_epoch, total))
     trace.steps_of(config.trace, total=total)
     return _Checked(
         precision=precision, cards=cards, train_set=train_set, eval_sets=eval_sets, samples=samples, total=total,

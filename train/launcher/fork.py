@@ -131,7 +131,6 @@ def prepare_fork(run: Run, step: int, flags: dict[str, str], ranks: int, file: s
         early_stopping.check_goes_on(config.early_stopping, run, steps)
         warnings += rate_change.warnings(
             run, spec, task, (code.before, config), samples=found.samples, step=step, flags=flags, is_fork=True,
-            has_rate="optim.lr" not in no_use,
         )  # fmt: skip
     begin = _at_checkpoint(run, step, code, model, config) if step else _at_beginning(run, record, code, model, config)
     warnings, files = warnings + begin.warnings, files | begin.files

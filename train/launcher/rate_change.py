@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import shlex
 
@@ -13,49 +14,68 @@ from ..run.run_folder import Run
 from ..run.spec import Spec
 from ..tasks import Task
 
+_WAYS = ("schedule.total_epochs", "schedule.start_epoch")
+"""Fields that say which curve is wanted."""
+
 
 def warnings(
     run: Run, spec: Spec, task: Task, configs: tuple[Config, Config], *, samples: int, step: int,
-    flags: dict[str, str], is_fork: bool, has_rate: bool,
+    flags: dict[str, str], is_fork: bool,
 ) -> list[str]:  # fmt: skip
-    """Return a line that says how the learning rate moves and how to keep it; [] if it does not move.
+    """Return a line that says how the learning rate moves, and the ways to choose; [] if it does not move.
 
     Args:
         configs: The configuration before the change and after it.
         samples: Number of samples of an epoch.
         step: The step after which the run continues.
         flags: The fields that change.
-        has_rate: Whether optim.lr is the learning rate.
     """
     before, after = (_planned(config, samples) for config in configs)
+    past = history(run, step)
     with objects.refusing(task, "schedule()"):
-        factor = moved(task, before=before, after=after, step=step, history=history(run, step))
-    if factor is None:
-        return []
-    peak = _peak(run, spec, task, before)
+        factor = moved(task, before=before, after=after, step=step, history=past)
+        if factor is None:
+            return []
+        peak = _peak(run, spec, task, before)
     old = _logged(run, step) or peak * factor[0]
     new = peak * factor[1] * _base(after.config) / _base(before.config)
     if math.isclose(old, new, rel_tol=1e-2):
         return []
     then, now = (
-        f"{'schedule()' if task.schedule is not None else one.config.schedule.decay} over {one.total_steps} steps"
+        f"{'schedule()' if task.schedule is not None else one.config.schedule.decay} over {one.end - one.start} steps"
         for one in (before, after)
     )
-    moves = f"the learning rate changes from {old:.3g} in step {step} to {new:.3g} in step {step + 1}"
-    text = f"{moves} ({now} now, {then} before)"
-    wanted = (
-        {} if not has_rate or {"optim.lr", "schedule.decay"} & flags.keys() else _stays(task, after.config, old, new)
+    text = (
+        f"the learning rate was {old:.3g} in step {step} and is {new:.3g} in step {step + 1} ({now} now, {then} before)"
     )
-    if wanted:
-        typed = " ".join(f"--{name} {shlex.quote(value)}" for name, value in (flags | wanted).items())
-        begin = "" if is_fork else f"train fork {run.name} --name NEW --checkpoint {step} "
-        text += f"; to keep {old:.3g}: {begin}{typed}"
+    begin = "" if is_fork else f"train fork {run.name} --name NEW --checkpoint {step} "
+    for what, field in _ways(task, before, after, step, past) if not flags.keys() & _WAYS else ():
+        typed = " ".join(f"--{name} {shlex.quote(value)}" for name, value in (flags | field).items())
+        text += f"; {what}: {begin}{typed}"
     return [text]
 
 
 def _planned(config: Config, samples: int) -> Planned:
     plan = objects.plan_of(config, samples)
     return Planned(config, plan.steps_per_epoch, objects.total_steps(config, plan))
+
+
+def _ways(
+    task: Task, before: Planned, after: Planned, step: int, past: list[dict[str, object]]
+) -> list[tuple[str, dict[str, str]]]:
+    """Return the fields with which a fork continues on another curve, each with what it does."""
+    ways, schedule = [], after.config.schedule
+    kept = dataclasses.replace(schedule, total_epochs=before.end / after.steps_per_epoch)
+    keeps = after._replace(config=dataclasses.replace(after.config, schedule=kept))
+    if moved(task, before=before, after=keeps, step=step, history=past) is None:
+        ways.append(("to keep the old curve and hold its end", {_WAYS[0]: _epochs(before.end, after)}))
+    return [*ways, ("for a new cycle", {_WAYS[1]: _epochs(step, after)})]
+
+
+def _epochs(steps: int, planned: Planned) -> str:
+    """Return a number of steps in epochs, with as few digits as give these steps again."""
+    texts = (f"{steps / planned.steps_per_epoch:.{digits}g}" for digits in range(1, 17))
+    return next(text for text in texts if round(float(text) * planned.steps_per_epoch) == steps)
 
 
 def _base(config: Config) -> float:
@@ -77,12 +97,3 @@ def _peak(run: Run, spec: Spec, task: Task, planned: Planned) -> float:
         if factor and line.get("lr"):
             return line["lr"] / factor
     return _base(planned.config)
-
-
-def _stays(task: Task, config: Config, old: float, new: float) -> dict[str, str]:
-    """Return the fields with which a fork continues at the old rate; {} if no field sets the rate."""
-    if not old or not new:
-        return {}
-    if task.schedule is not None:
-        return {"optim.lr": f"{config.optim.lr * old / new:.3g}"}
-    return {"schedule.decay": "constant", "optim.lr": f"{old / rate_scale(config):.3g}"}

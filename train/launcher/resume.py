@@ -28,7 +28,7 @@ from . import batch_norm, checks, rate_change
 from .request import ALONE
 from .resumable import fork_of
 from .task_source import of_run
-from .unused_fields import asked, of_no_use
+from .unused_fields import asked
 
 
 def prepare_resume(run: Run, flags: dict[str, str], local: int, nodes: range = ALONE) -> tuple[Config, list[str]]:
@@ -100,7 +100,7 @@ def prepare_resume(run: Run, flags: dict[str, str], local: int, nodes: range = A
         warnings.append(f"a step has {micros} micro batches for {ranks} ranks, so {ranks - micros} ranks have no work")
     warnings += rate_change.warnings(
         run, spec, task, (kept, config), samples=found.samples, step=step, flags=flags,
-        is_fork=False, has_rate="optim.lr" not in of_no_use(task, source),
+        is_fork=False,
     )  # fmt: skip
     return config, warnings
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from .. import config as configuration
 from ..config import Config, strategies
+from ..config.schema import ENDING
 from ..errors import Refused
 from ..tasks import Task
 from .task_source import Source, of_task
@@ -45,6 +46,7 @@ _NEEDS: dict[str, tuple[str, tuple[Any, ...]]] = {
     "schedule.decay_share": ("schedule.decay", ("wsd",)),
     "schedule.step_epochs": ("schedule.decay", ("step",)),
     "schedule.gamma": ("schedule.decay", ("step", "plateau")),
+    "schedule.total_epochs": ("schedule.decay", ENDING),
     "schedule.metric": ("schedule.decay", ("plateau",)),
     "schedule.patience": ("schedule.decay", ("plateau",)),
     "schedule.base_batch_size": ("schedule.scaling", ("linear",)),
@@ -172,7 +174,7 @@ def _problem(name: str, task: Task, flat: dict[str, Any], source: Source) -> str
     """Return why a field has no effect; '' if it has one."""
     is_of_task = (
         (name == "init_skip" and task.pretrained is not None)
-        or (name.startswith(_INSTEAD["schedule"]) and task.schedule is not None)
+        or (name.startswith((*_INSTEAD["schedule"], "schedule.total_epochs")) and task.schedule is not None)
         or (name.startswith(_OPTIM) and bool(task.optimizer or task.updates))
     )
     if not is_of_task and (which := _lacks(name, flat)):

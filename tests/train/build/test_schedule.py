@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.train.training import OWN_OPTIMIZER, TASK
-from train.build.schedule import rate_factor, rate_scale
+from train.build.schedule import Planned, factors, rate_factor, rate_scale
 from train.config import Config, build
 from train.errors import Refused
 from train.launcher.resume import prepare_resume
@@ -39,7 +40,7 @@ def test_the_peak_follows_the_scaling_rule(rule: str, batch: int, base: int, exp
 def test_a_change_of_length_that_moves_the_rate_is_said_with_both_rates(
     engine: Any, tmp_path: Path, decay: str
 ) -> None:
-    """And what it offers goes on at the rate of before."""
+    """And what it offers holds the end of the old curve, or begins a new one."""
     task, own = tmp_path / "task.py", "def schedule(step, total_steps, config): return 1 - step / total_steps"
     task.write_text(f"{TASK.read_text()}\n{own if decay == 'own' else ''}\n")
     name = f"moved-{decay}"
@@ -55,15 +56,55 @@ def test_a_change_of_length_that_moves_the_rate_is_said_with_both_rates(
     (said,) = warnings
     engine.resume(name, epochs=4)
     before, after = _rates(engine, name)[7:9]
-    assert f"from {before:.3g} in step 8 to {after:.3g} in step 9" in said and "over 16 steps now" in said
-    way = said.rpartition(f"train fork {name} --name NEW --checkpoint 8 ")[2].split()
-    given = {flag.removeprefix("--").replace(".", "__"): text for flag, text in zip(way[::2], way[1::2], strict=True)}
-    forked = engine.fork(name, f"{name}-kept", 8, **given)
-    assert _rates(engine, f"{name}-kept")[8] == pytest.approx(before, rel=0.01)
-    assert forked["warnings"] == []
+    assert f"was {before:.3g} in step 8 and is {after:.3g} in step 9" in said and "over 16 steps now" in said
+    kept, cycle = (way.partition(f": train fork {name} --name NEW --checkpoint 8 ") for way in said.split("; ")[1:])
+    assert (kept[0], kept[2]) == ("to keep the old curve and hold its end", "--epochs 4 --schedule.total_epochs 2")
+    assert (cycle[0], cycle[2]) == ("for a new cycle", "--epochs 4 --schedule.start_epoch 2")
+    forked = engine.fork(name, f"{name}-kept", 8, epochs=4, schedule__total_epochs=2)
+    rates = _rates(engine, f"{name}-kept")
+    assert rates[8:] == [before] * 8 and forked["warnings"] == []
+    engine.run(f"{name}-again", **flags, **chosen)  # a resume that asks for it at once
+    assert prepare_resume(engine.station.run(f"{name}-again"), HELD, 1)[1] == []
+    engine.resume(f"{name}-again", **{flag.replace(".", "__"): text for flag, text in HELD.items()})
+    assert _rates(engine, f"{name}-again") == rates
+    jumps = engine.fork(name, f"{name}-cycle", 8, epochs=4, schedule__start_epoch=2)["warnings"]
+    assert _rates(engine, f"{name}-cycle") == rates[:8] * 2 and not any("; " in line for line in jumps)
     if decay == "cosine":
         (again,) = engine.fork(name, f"{name}-jump", 8, epochs=6)["warnings"]
-        assert again.startswith(said.partition(" to ")[0]) and f"warning: {again}" in engine.said(f"{name}-jump")
+        assert again.startswith(said.partition(" and is ")[0]) and f"warning: {again}" in engine.said(f"{name}-jump")
+
+
+HELD = {"epochs": "4", "schedule.total_epochs": "2"}
+
+
+def test_a_run_in_steps_is_offered_the_epochs_that_are_its_steps(engine: Any) -> None:
+    engine.run("moved-steps", steps=3, schedule__warmup_epochs=None)
+    (said,) = prepare_resume(engine.station.run("moved-steps"), {"steps": "7"}, 1)[1]
+    assert "--checkpoint 3 --steps 7 --schedule.total_epochs 0.8;" in said  # 0.8 of 4 steps
+    (other,) = prepare_resume(engine.station.run("moved-steps"), {"steps": "7", "schedule.total_epochs": "1"}, 1)[1]
+    assert "over 4 steps now, cosine over 3 steps before" in other and "; " not in other
+
+
+def test_a_cycle_that_starts_late_warms_up_and_decays_from_there() -> None:
+    made = config(decay="linear", warmup_epochs=1, start_epoch=2, total_epochs=4)
+    task: Any = SimpleNamespace(schedule=None)
+    factor = factors(task, Planned(made, steps_per_epoch=2, total_steps=12))
+    assert [factor(step) for step in range(12)] == pytest.approx([0.5] * 5 + [1, 1, 0.5] + [0.5] * 4)
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ({"decay": "constant", "total_epochs": 2}, "total_epochs 2 has no effect without --schedule.decay cosine or"),
+        ({"decay": "constant", "start_epoch": 1, "warmup_epochs": None}, "no effect on a constant learning rate"),
+        ({"start_epoch": 9}, "--schedule.start_epoch 9: give less than the end, epoch 2.5"),
+        ({"start_epoch": 1.5, "total_epochs": 1}, "--schedule.start_epoch 1.5: give less than the end, epoch 1"),
+        ({"total_epochs": 0}, "greater than 0"),
+    ],
+)
+def test_a_curve_without_use_is_refused(engine: Any, flags: dict[str, Any], words: str) -> None:
+    with pytest.raises(Refused, match=words):
+        engine.run("never-curved", **{f"schedule__{name}": value for name, value in flags.items()})
 
 
 def _rates(engine: Any, name: str) -> list[float]:
