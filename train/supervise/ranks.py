@@ -124,7 +124,7 @@ class Ranks(abc.ABC):
         logs = self.run.logs(attempt)
         environ = {
             **hash_seed.with_seed(os.environ), **flight_recorder(logs.resolve()), **environ, **self.environ,
-            "TRAIN_ATTEMPT": str(attempt), "TRAIN_AGENT_PID": str(os.getpid()),
+            "TRAIN_ATTEMPT": str(attempt), "TRAIN_AGENT_PID": str(os.getpid()), "TRAIN_RUN_DIR": str(self.run.path),
         }  # fmt: skip
         with contextlib.ExitStack() as held:
             log = os.open(logs / f"rank{rank_env.rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)

@@ -31,7 +31,7 @@ from ..run import heartbeat
 from ..run.run_folder import Run
 from ..run.spec import Spec
 from ..tasks import Task
-from . import pictures
+from . import media
 from .predictions import Predictions
 
 if TYPE_CHECKING:
@@ -43,8 +43,8 @@ _ASK_EVERY = 16
 """Number of micro batches between two checks of all ranks for a stop request."""
 _LARGE = 64 << 20
 """Bytes from which a buffer counts as weights, not as statistics, and is not copied."""
-Show = Callable[[dict[str, bytes]], None]
-"""Takes pictures by name, as PNG files."""
+Show = Callable[[dict[str, media.Media]], None]
+"""Takes pictures, texts and sounds by name."""
 Weights = Callable[[], contextlib.AbstractContextManager[None]]
 """Returns a context manager that swaps in the weights to evaluate and restores the others on exit."""
 Row = list[Tensor | float]
@@ -78,7 +78,8 @@ def evaluate(
         average: evaluated beside the weights. Each batch is computed with both, `images` with the weights.
         stop: whether this rank was asked to stop.
         beat: shows a sign of life in this phase, see run/heartbeat.py.
-        show: called with what `images` makes of this rank's first batch. None: `images` is not called.
+        show: called with what `images` makes of this rank's first batch, and on rank 0 with the pictures of each
+            `compute_metrics`. None: `images` is not called.
 
     Raises:
         TrainingFailed: the task returns something else than figures, or not the same ones for every batch.
@@ -90,20 +91,23 @@ def evaluate(
     module.eval()
     figures: dict[str, float] = {}
     samples = 0
+    show_first = show
     try:
         # what an evaluation counts or observes is no part of training: a resume does not repeat it
         with torch.no_grad(), _same_buffers(module):
             for name, plan in plans.items():
-                passes = [_Pass(task, module, weights, world, precision) for weights in variants.values()]
-                micros = math.ceil(plan.evaluated / plan.micro_batch_size)
-                if not _compute(passes, stream, len(sharing.computed(micros)), lambda: world.any(stop()), beat, show):
+                passes = [
+                    _Pass(task, module, weights, world, precision, f"{prefix}{name}." if name else prefix)
+                    for prefix, weights in variants.items()
+                ]
+                micros, slots = math.ceil(plan.evaluated / plan.micro_batch_size), sharing.computed
+                if not _compute(passes, stream, len(slots(micros)), lambda: world.any(stop()), beat, show_first):
                     return None
-                show, seed = None, seed_of(plan.seed, "compute_metrics")
-                ends = [one.end(micros, seed, beat) for one in passes]
+                show_first, seed = None, seed_of(plan.seed, "compute_metrics")
+                ends = [one.end(micros, seed, beat, show) for one in passes]
                 samples += ends[0][1]
-                for prefix, (found, _) in zip(variants, ends, strict=True):
-                    before = f"{prefix}{name}." if name else prefix
-                    figures |= {f"{before}{figure}": value for figure, value in found.items()}
+                for one, (found, _) in zip(passes, ends, strict=True):
+                    figures |= {f"{one.prefix}{figure}": value for figure, value in found.items()}
     finally:
         for part, mode in modes:  # not train(): what is frozen stays in eval mode
             part.training = mode
@@ -135,8 +139,12 @@ def _compute(
 class _Pass:
     """The computation of one evaluation set with the same weights."""
 
-    def __init__(self, task: Task, module: nn.Module, weights: Weights, world: World, precision: Precision) -> None:
+    def __init__(
+        self, task: Task, module: nn.Module, weights: Weights, world: World, precision: Precision, prefix: str
+    ) -> None:
+        """`prefix`: what the names of its figures begin with: `ema.val.`."""
         self.task, self.module, self.weights, self.world, self.precision = task, module, weights, world, precision
+        self.prefix = prefix
         self.rows: dict[int, Row] = {}
         self.names: list[str] = []
         self.predictions = Predictions(task, world)
@@ -153,7 +161,9 @@ class _Pass:
             if task.predict is not None:
                 made = task.predict(self.inference, batch)
             if show is not None and task.images is not None:
-                show(pictures.encoded(task, task.images(self.inference, batch)))
+                drawn = media.encoded(f"images in {task.file}", task.images(self.inference, batch))
+                self.predictions.taken |= drawn.keys()
+                show(drawn)
         if micro.is_repeated:
             return
         self.names = self.names or list(figures)
@@ -163,10 +173,14 @@ class _Pass:
         if task.predict is not None:
             self.predictions.add(micro.number, made, samples)
 
-    def end(self, micros: int, seed: int, beat: Callable[[int], None]) -> tuple[dict[str, float], int]:
+    def end(
+        self, micros: int, seed: int, beat: Callable[[int], None], show: Show | None
+    ) -> tuple[dict[str, float], int]:
         """Return the figures of the set and its number of samples. A collective."""
         figures, samples = summed(self.rows, self.names, micros, self.world)
-        whole = self.predictions.figures(seed, beat)
+        whole = self.predictions.figures(seed, beat, self.prefix)
+        if show is not None and self.predictions.shown:
+            show(self.predictions.shown)
         for name in figures.keys() & whole.keys():
             raise TrainingFailed(
                 f"compute_metrics in {self.task.file} gives {name}, as the loss or metrics do; give it another name"

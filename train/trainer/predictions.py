@@ -18,6 +18,7 @@ from ..errors import TrainingFailed
 from ..parallel.world import World
 from ..run import heartbeat
 from ..tasks import Task, where
+from . import media
 
 _ALONE = ""
 """The name of predictions that are only a list."""
@@ -40,6 +41,10 @@ class Predictions:
         """Maps the number of a micro batch to predictions that rank 0 does not have yet."""
         self._all: dict[int, dict[str, Any]] = {}
         """On rank 0: maps the number of a micro batch to its predictions."""
+        self.taken: set[str] = set()
+        """Names of what `images` returned."""
+        self.shown: dict[str, media.Media] = {}
+        """On rank 0: the pictures, texts and sounds that `compute_metrics` returned, by their whole names."""
 
     def add(self, number: int, made: Any, samples: int) -> None:
         """Add what `predict` returned for a micro batch.
@@ -67,10 +72,13 @@ class Predictions:
                 self._all.update(part)
             self._new = []
 
-    def figures(self, seed: int, beat: Callable[[int], None]) -> dict[str, float]:
+    def figures(self, seed: int, beat: Callable[[int], None], prefix: str = "") -> dict[str, float]:
         """Return what `compute_metrics` computes for the whole set; {} for a set without samples. A collective.
 
         The other ranks wait for rank 0 as long as it takes.
+
+        Args:
+            prefix: what the names of pictures begin with, as those of the figures do.
 
         Raises:
             TrainingFailed: on all ranks: it failed, or returned something else than figures.
@@ -79,11 +87,11 @@ class Predictions:
         if self._task.predict is None:
             return {}
         beat(heartbeat.COMPUTING_METRICS)
-        figures = self._world.patient.on_first(lambda: self._computed(seed))
+        figures = self._world.patient.on_first(lambda: self._computed(seed, prefix))
         beat(heartbeat.EVALUATING)
         return figures
 
-    def _computed(self, seed: int) -> dict[str, float]:
+    def _computed(self, seed: int, prefix: str) -> dict[str, float]:
         task, whole = self._task, self._joined()
         assert task.compute_metrics is not None
         if not whole:
@@ -94,17 +102,26 @@ class Predictions:
             made = task.compute_metrics(whole.get(_ALONE, whole))
         except Exception as error:
             raise ComputeMetricsFailed(f"compute_metrics failed: {where(error, task.file)}") from error
-        what = f"compute_metrics in {task.file} must return a dict of numbers, got"
+        function = f"compute_metrics in {task.file}"
         if not isinstance(made, dict):
-            raise TrainingFailed(f"{what} {kind_of(made)}")
+            raise TrainingFailed(f"{function} must return a dict of numbers, got {kind_of(made)}")
         figures = {}
         for name, value in made.items():
-            try:
-                if isinstance(value, str):
-                    raise TypeError("no number")
-                figures[str(name)] = float(value)
-            except (TypeError, ValueError, RuntimeError, OverflowError):
-                raise TrainingFailed(f"{what} {kind_of(value)} for {name}; give each number a name") from None
+            figure = _number(value)
+            if figure is not None and isinstance(value, str):  # it would be a text in TensorBoard, and no metric
+                raise TrainingFailed(f"{function} gives {name} as the text {value!r}; return the number")
+            if figure is not None:
+                figures[str(name)] = figure
+                continue
+            drawn = media.encode(function, f"{prefix}{name}", value)
+            if drawn is None:
+                raise TrainingFailed(
+                    f"{function} must return a dict of numbers (or pictures, texts and sounds, as images does), "
+                    f"got {kind_of(value)} for {name}; give each number a name"
+                )
+            self.shown[f"{prefix}{name}"] = drawn
+        for name in self.shown.keys() & self.taken:
+            raise TrainingFailed(f"{function} gives a picture {name}, as images does; give it another name")
         return figures
 
     def _joined(self) -> dict[str, Any]:
@@ -125,6 +142,13 @@ class Predictions:
             is_list = isinstance(values[0], list)
             whole[name] = [item for value in values for item in value] if is_list else torch.cat(values)
         return whole
+
+
+def _number(value: Any) -> float | None:
+    try:
+        return float(value)
+    except (TypeError, ValueError, RuntimeError, OverflowError):
+        return None
 
 
 def _on_host(value: Any) -> Any:

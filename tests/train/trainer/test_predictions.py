@@ -76,12 +76,13 @@ def test_a_prediction_that_is_not_one_per_sample_fails_the_run_on_all_ranks(engi
             "{}",
             r"a in several forms, .*\(0, 1\) and .*\(0, 2\)",
         ),
-        ("batch.tolist()", "{'b': str(p)}", r"numbers, got str for b"),
+        ("batch.tolist()", "{'b': {}}", r"numbers.*got dict for b"),
+        ("batch.tolist()", "{'a/b': 'words'}", r"names a picture 'a/b'"),
         ("[1, 2]", "{}", "one item a sample.*3 for this batch, got a list of 2"),
         ("{'a': batch}", "p['b']", r"compute_metrics failed: .*task\.py, line 4: KeyError: 'b'"),
         ("{'a': batch}", "5", "dict of numbers, got int"),
-        ("{'a': batch}", "{'b': '3'}", "numbers, got str for b"),
-        ("{'a': batch}", "{'b': p['a']}", r"numbers, got a tensor of shape \(6,\) for b"),
+        ("{'a': batch}", "{'b': '3'}", "gives b as the text '3'; return the number"),
+        ("{'a': batch}", "{'b': p['a']}", r"numbers.*got a tensor of shape \(6,\) for b"),
     ],
 )
 def test_what_is_no_prediction_and_no_figure_is_named(tmp_path: Path, predict: str, compute: str, words: str) -> None:

@@ -25,6 +25,7 @@ from ...run.metrics import Evaluation, Lines, Training, metrics_text, samples_fi
 from ...run.record import Record, Times
 from ...run.run_folder import Run
 from ...screen import Bar, has_bar
+from ..media import Media
 from .tensorboard import TensorBoard
 from .wandb import WandbProcess
 
@@ -132,19 +133,19 @@ class Loggers:
                 "NAME"
             )
 
-    def pictures(self, step: int, made: dict[str, bytes]) -> None:
-        """Write the pictures of an evaluation (PNG files). Those of rank 0 are kept."""
+    def media(self, step: int, made: dict[str, Media]) -> None:
+        """Write the pictures, texts and sounds of an evaluation. Those of rank 0 are kept."""
         if self._metrics is None:
             return
         try:
             self.run.images.mkdir(exist_ok=True)
-            for name, content in made.items():
-                path = self.run.images / f"{name}-step-{step:08d}.png"
-                durable.write_atomically(path, content, durable=False)
+            for name, one in made.items():
+                path = self.run.images / f"{name}-step-{step:08d}.{one.suffix}"
+                durable.write_atomically(path, one.content, durable=False)
         except OSError as error:
             self.say(f"warning: pictures of step {step} could not be written: {one_line(error)}")
         if self._tensorboard is not None:
-            self._tensorboard.pictures(step, made)
+            self._tensorboard.media(step, made)
 
     def times(self, times: Times) -> None:
         """Record where the time of this attempt went."""

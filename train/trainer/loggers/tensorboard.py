@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import io
 import math
 import threading
 import time
+import wave
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from ...errors import one_line
 from ...run.metrics import Evaluation, Line, Training, is_evaluation
+from ..media import Media
 
 _EVERY = 2.0
 """Seconds between two hand-overs of lines to the writer, because each wakes a thread, which costs more than a step."""
@@ -62,14 +65,29 @@ class TensorBoard:
         self._configuration(line["eval"])
         self._hand_over()
 
-    def pictures(self, step: int, made: Mapping[str, bytes]) -> None:
-        """Write the pictures of an evaluation (PNG files)."""
-        for name, png in made.items():
+    def media(self, step: int, made: Mapping[str, Media]) -> None:
+        """Write the pictures, texts and sounds of an evaluation."""
+        for name, one in made.items():
             if self._writer is not None:
-                width, height = (int.from_bytes(png[place : place + 4]) for place in (16, 20))
-                image = self._summary.Image(encoded_image_string=png, width=width, height=height, colorspace=3)
-                value = self._summary.Value(tag=f"images/{name}", image=image)
-                self._try(self._writer.file_writer.add_summary, self._summary(value=[value]), step)
+                self._try(self._writer.file_writer.add_summary, self._of_media(name, one), step)
+
+    def _of_media(self, name: str, one: Media) -> Any:
+        """Return the event's content for one picture, text or sound."""
+        content = one.content
+        if one.suffix == "txt":
+            from torch.utils.tensorboard.summary import text
+
+            return text(f"text/{name}", content.decode())
+        if one.suffix == "wav":
+            with wave.open(io.BytesIO(content)) as sound:
+                audio = self._summary.Audio(
+                    sample_rate=sound.getframerate(), num_channels=sound.getnchannels(),
+                    length_frames=sound.getnframes(), encoded_audio_string=content, content_type="audio/wav",
+                )  # fmt: skip
+            return self._summary(value=[self._summary.Value(tag=f"audio/{name}", audio=audio)])
+        width, height = (int.from_bytes(content[place : place + 4]) for place in (16, 20))
+        image = self._summary.Image(encoded_image_string=content, width=width, height=height, colorspace=3)
+        return self._summary(value=[self._summary.Value(tag=f"images/{name}", image=image)])
 
     def _hand_over(self) -> None:
         """Hand lines to the writer as events, one per line, many at once, because each hand-over wakes its thread."""
