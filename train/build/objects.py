@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -40,7 +41,7 @@ _NAMED = 3
 
 def task_of(run: Run, spec: Spec) -> Task:
     """Return the task of a run: the built-in one, or the copy in the run folder, which imports the copies of its
-    modules.
+    modules. It finds the run folder in TRAIN_RUN_DIR.
 
     Raises:
         Refused: the copy is gone or broken, or another user's.
@@ -48,6 +49,7 @@ def task_of(run: Run, spec: Spec) -> Task:
     run = owner.opened(run)
     if not spec.task:
         raise Refused(f"{run.folder / 'run.json'} names no task; put it back")
+    os.environ["TRAIN_RUN_DIR"] = str(run.path)  # for the task's own files, in data workers too
     task = _loaded(run, spec)
     # in a run of before, a function of these names was a helper of the task
     return task if spec.sampler else task.without_sampler()

@@ -158,7 +158,6 @@ def _rank_of_torchrun(made: Run, spec: Spec, attempt: int, rank_env: RankEnv, st
     logs = made.logs(attempt)
     keep_log(logs, rank_env.rank)
     has_bar = rank_env.rank == 0 and sys.stderr.isatty()
-    os.environ["TRAIN_RUN_DIR"] = str(made.path)
     end = run_rank(made, spec, rank_env=rank_env, attempt=attempt, stop=stop, bar=has_bar)
     if end.kind is Kind.DIED:
         show(end)

@@ -124,7 +124,7 @@ class Ranks(abc.ABC):
         logs = self.run.logs(attempt)
         environ = {
             **hash_seed.with_seed(os.environ), **flight_recorder(logs.resolve()), **environ, **self.environ,
-            "TRAIN_ATTEMPT": str(attempt), "TRAIN_AGENT_PID": str(os.getpid()), "TRAIN_RUN_DIR": str(self.run.path),
+            "TRAIN_ATTEMPT": str(attempt), "TRAIN_AGENT_PID": str(os.getpid()),
         }  # fmt: skip
         with contextlib.ExitStack() as held:
             log = os.open(logs / f"rank{rank_env.rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
@@ -244,7 +244,7 @@ class ScriptRanks(Ranks):
             "GROUP_WORLD_SIZE": "1", "ROLE_NAME": "default", "ROLE_WORLD_SIZE": str(self.count),
             "TORCHELASTIC_RESTART_COUNT": "0", "TORCHELASTIC_MAX_RESTARTS": "0",
             "TORCHELASTIC_RUN_ID": uuid.uuid4().hex, "TORCHELASTIC_USE_AGENT_STORE": "True",
-            "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
+            "TRAIN_RUN_DIR": str(self.run.path), "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
         }  # fmt: skip
         if self.count > 1:  # as torchrun does
             common["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", "1")
