@@ -33,7 +33,7 @@ from ..tasks import Task
 from ..trainer import trace
 from ..trainer.loggers import wandb
 from . import batch_norm, deterministic, first_look, provenance, unused_fields
-from .request import ALONE, Plan, Request, resolve
+from .request import ALONE, Plan, Request, resolve, scratch_run_dir
 from .task_source import kept, of_task, unused_warning
 from .unused_fields import Asked, asked, of_no_use
 
@@ -60,6 +60,7 @@ class _Checked:
     warnings: list[str]
 
 
+@scratch_run_dir()
 def prepare(
     request: Request, *, ranks: int = 1, nodes: range = ALONE, elsewhere: Callable[[], list[list[gpus.Card]]] = list
 ) -> Plan:

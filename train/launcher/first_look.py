@@ -31,6 +31,7 @@ from ..supervise import memory
 from ..tasks import Task, where
 from ..trainer.evaluate import evaluate
 from ..trainer.predictions import ComputeMetricsFailed
+from .request import scratch_run_dir
 
 _PATIENCE = 10.0
 """Seconds that the look may take."""
@@ -60,7 +61,8 @@ def warnings(
         except Exception as error:  # what makes the look itself impossible; the run tells better
             return [(_said(task, error), False)]
 
-    found, ended = aside(look, _PATIENCE)
+    with scratch_run_dir():
+        found, ended = aside(look, _PATIENCE)
     if found is None:
         return [f"the first look at the evaluation {ended}; to launch without it: {_OFF}"]
     for text, is_certain in found:

@@ -35,7 +35,7 @@ from ..tasks import Task
 from ..tasks import load as load_task
 from ..trainer import early_stopping
 from . import batch_norm, checks, deterministic, first_look, provenance, rate_change, task_source
-from .request import ALONE, Plan
+from .request import ALONE, Plan, scratch_run_dir
 from .resume import check_data
 from .unused_fields import asked, functions_of, of_functions, of_no_use
 
@@ -87,6 +87,7 @@ def _digests(record: dict[str, Any]) -> dict[str, str]:
     return {**(record.get("task_imports") or {}), **(record.get("task_watched") or {})}
 
 
+@scratch_run_dir()
 def prepare_fork(run: Run, step: int, flags: dict[str, str], ranks: int, file: str | None = None) -> Plan:
     """Check a new run that continues from a checkpoint of this one, with these changes.
 

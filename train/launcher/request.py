@@ -6,11 +6,13 @@ launches themselves are in launches.py.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import socket
+import tempfile
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -167,6 +169,21 @@ class Launch(ABC):
 def numbers_of(machines: Mapping[str, Any] | None) -> range:
     """Return the possible numbers of machines."""
     return range(machines["least"], machines["most"] + 1) if machines else ALONE
+
+
+@contextlib.contextmanager
+def scratch_run_dir() -> Iterator[None]:
+    """Context manager in which TRAIN_RUN_DIR is an empty folder that is then removed: no run exists during a check."""
+    with tempfile.TemporaryDirectory(prefix="train-check-", ignore_cleanup_errors=True) as folder:
+        before = os.environ.get("TRAIN_RUN_DIR")
+        os.environ["TRAIN_RUN_DIR"] = folder
+        try:
+            yield
+        finally:
+            if before is None:
+                del os.environ["TRAIN_RUN_DIR"]
+            else:
+                os.environ["TRAIN_RUN_DIR"] = before
 
 
 def resolve(request: Request) -> tuple[Task, Config]:

@@ -29,11 +29,14 @@ OF_WHOLE_SETS = ("matrix.png", "seen_text.txt", "tone.wav")
 def test_a_run_leaves_them_where_they_are_looked_for(engine: Any, tmp_path: Path) -> None:
     task = tmp_path / "task.py"
     more = """
-        "matrix": torch.full((1, 8, 8), 0.5), "seen_text": f"{len(ids)} *seen*", "tone": (torch.linspace(-1, 1, 800), 8000),
+        "matrix": torch.full((1, 8, 8), 0.5),
+        "seen_text": f"{len(ids)} *seen*", "tone": (torch.linspace(-1, 1, 800), 8000),
         **own(len(ids)), "seen":"""
     own = """
+import os
+AT_IMPORT = os.environ["TRAIN_RUN_DIR"]
 def own(count):
-    import os, pathlib
+    import pathlib
     (pathlib.Path(os.environ["TRAIN_RUN_DIR"]) / f"own-{count}.csv").write_text("mine")
     return {}
 """
