@@ -18,20 +18,23 @@ from typing import Any
 from .. import gpus, screen
 from ..errors import EXIT_REFUSED, Refused, one_line
 from ..parallel.rank_env import RankEnv, is_under_torchrun, meeting_port, read_rank_env
-from ..run import environment, folders, imports
+from ..run import environment, folders, imports, outcome
 from ..run.outcome import Kind, Outcome
 from ..run.run_folder import Lock, Run
 from ..run.spec import Spec, read_spec
 from ..signals import POLITE, StopRequest, leave
-from ..supervise.attempts import Supervisor, supervise_alone
-from ..supervise.decide import LaunchMode
+from ..supervise import diagnose
+from ..supervise.attempts import Supervisor, supervise_alone, tail
+from ..supervise.decide import CODES, LaunchMode
 from ..supervise.ranks import TaskRanks
 from .create_run import check_in_fork
 from .launches import NewRun
 from .request import ALONE, Plan
 
-_HEARD = 10.0
-"""Seconds the other ranks get to read that the run is refused."""
+_PATIENCE = 10.0
+"""Seconds the other ranks get to read that the run is refused, or to end."""
+_LEFT = "left"
+"""Counts the other ranks that write no more into the run folder."""
 
 
 def run(new: NewRun, is_spawned: bool) -> int:
@@ -53,11 +56,41 @@ def run(new: NewRun, is_spawned: bool) -> int:
     lock = made.acquire()
     assert lock is not None  # the folder is new
     stop = StopRequest((*POLITE, signal.SIGHUP))
-    spec = read_spec(made)
+    spec, first = read_spec(made), made.name
     ranks = TaskRanks(made, spec, lock=lock, count=plan.ranks, zygote=zygote, is_foreground=True)
-    code = Supervisor(run=made, spec=spec, ranks=ranks, mode=LaunchMode.FOREGROUND, stop=stop).keep()
+    supervisor = Supervisor(
+        run=made, spec=spec, ranks=ranks, mode=LaunchMode.FOREGROUND, stop=stop, is_for_look=not new.name
+    )
+    code = supervisor.keep()
     zygote.close()
+    if not new.name and not made.newest_checkpoint:
+        _show_lost(made, ranks)
+        _remove_look(made, first, spec.task_source)
     return code
+
+
+def _remove_look(run: Run, name: str, source: str) -> None:
+    """Remove a run that nobody named and that ended before its first checkpoint. The caller holds its lock.
+
+    Args:
+        name: Its name at the start: a user may have renamed the folder meanwhile.
+        source: The file that the user launched. Messages have named its copy in the run folder.
+    """
+    has_memory = any(run.folder.glob("logs/*/*.memory.pickle"))  # the last line names this file
+    if run.newest_checkpoint or has_memory or run.name != name:
+        return
+    with contextlib.suppress(Refused, OSError):
+        folders.delete_locked(run)
+        of = f" (its task.py was a copy of {source})" if source else ""
+        screen.remark(f"{name} ended before its first checkpoint and is removed{of}; to keep such a run: --name NAME")
+
+
+def _show_lost(run: Run, ranks: TaskRanks) -> None:
+    """Print the end of the log of each rank that ended without a report. Rank 0 has printed on the terminal."""
+    logs = run.logs(1)
+    for rank in sorted(ranks.exits.keys() - outcome.read_all(logs).keys() - {0}):
+        for line in diagnose.last_lines(tail(logs, rank)):
+            screen.remark(f"rank {rank}: {line}")
 
 
 def _create(new: NewRun, plan: Plan, record: dict[str, Any]) -> Run:
@@ -94,14 +127,17 @@ def _under_torchrun(new: NewRun) -> int:
                 store.add("heard", 1)
             leave(refused)
         made, spec = Run(Path(received["folder"])).held(), Spec.from_json(received["spec"])
-        leave(_rank_of_torchrun(made, spec, received["attempt"], rank_env, StopRequest())[1])
+        code = _rank_of_torchrun(made, spec, received["attempt"], rank_env, StopRequest())[1]
+        with contextlib.suppress(RuntimeError):
+            store.add(_LEFT, 1)
+        leave(code)
     code = 1
     try:
         ranks, nodes = shape(rank_env)
         is_elsewhere = rank_env.size > rank_env.local_size
         elsewhere = functools.partial(cards_of, store, rank_env.size) if is_elsewhere else list
         made, _held = open_under_torchrun(new, ranks=ranks, nodes=nodes, elsewhere=elsewhere)
-        spec, stop = read_spec(made), StopRequest()
+        spec, stop, first = read_spec(made), StopRequest(), made.name
 
         def rank(attempt: int) -> Outcome:
             nonlocal code
@@ -110,6 +146,9 @@ def _under_torchrun(new: NewRun) -> int:
             return end
 
         supervise_alone(made, spec, ranks=rank_env.size, train=rank, stop=stop)
+        if not new.name and not made.newest_checkpoint and (_is_last_try() or made.read()["state"] in CODES):
+            _wait_for(store, _LEFT, rank_env.size - 1)  # they write their logs
+            _remove_look(made, first, spec.task_source)
     except Refused as error:
         _refuse(store, rank_env.size - 1, error)
         with contextlib.suppress(OSError):
@@ -136,9 +175,21 @@ def cards_of(store: Any, ranks: int) -> list[list[gpus.Card]]:
 def _refuse(store: Any, others: int, error: BaseException) -> None:
     """Make the other ranks end too, and wait until they have read it: this rank may serve the store."""
     store.set("run", json.dumps({"refused": one_line(error)}))
-    until = time.monotonic() + _HEARD
-    while store.add("heard", 0) < others and time.monotonic() < until:
-        time.sleep(0.02)
+    _wait_for(store, "heard", others)
+
+
+def _wait_for(store: Any, what: str, others: int) -> None:
+    """Wait until so many ranks have counted themselves, or some seconds."""
+    until = time.monotonic() + _PATIENCE
+    with contextlib.suppress(RuntimeError):
+        while store.add(what, 0) < others and time.monotonic() < until:
+            time.sleep(0.02)
+
+
+def _is_last_try() -> bool:
+    """Whether torchrun would not restart the ranks. Other launchers never do."""
+    tries, most = (os.environ.get(f"TORCHELASTIC_{name}") for name in ("RESTART_COUNT", "MAX_RESTARTS"))
+    return int(tries or 0) >= int(most or 0)
 
 
 def shape(rank_env: RankEnv) -> tuple[int, range]:

@@ -170,6 +170,8 @@ class Supervisor:
     ranks: Ranks
     mode: LaunchMode
     stop: signals.StopRequest
+    is_for_look: bool = False
+    """Whether the run folder is removed at the end if it has no checkpoint."""
     show: Callable[[], None] = lambda: None
     """Called regularly while ranks run."""
     say: Callable[[str], None] = _say
@@ -332,6 +334,7 @@ class Supervisor:
             deaths=deaths,
             max_restarts=self.spec.max_restarts,
             healthy_minutes=programs.healthy_minutes(self.spec),
+            is_for_look=self.is_for_look,
         )
 
     def newest_state(self) -> int:

@@ -97,6 +97,13 @@ class Facts:
     """Why the ranks were stopped to restart with more or fewer nodes."""
     leaves: bool = False
     """Whether only this node was asked to stop and the others continue without it."""
+    is_for_look: bool = False
+    """Whether the run folder is removed at the end if it has no checkpoint."""
+
+    @property
+    def then(self) -> str:
+        """The end of a sentence that says how a user continues; '' if the run folder is about to be removed."""
+        return "" if self.is_for_look and not self.saved else f"; continue with: train resume {self.name}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -218,8 +225,8 @@ def _decide(facts: Facts) -> Decision:
     fails = death.recurs or (death.is_raised and not death.lacks_gpu and facts.mode is not LaunchMode.LAUNCHED)
     if asked and not (fails and facts.program.reports_end(facts)):
         decision = _stopped(asked, _how_stopped(facts, asked, death))
-        then = f"continue with: train resume {facts.name}"  # no rank has printed this
-        return dataclasses.replace(decision, message=f"{facts.name} {decision.reason}; {then}" if facts.hang else "")
+        message = f"{facts.name} {decision.reason}{facts.then}"  # no rank has printed this
+        return dataclasses.replace(decision, message=message if facts.hang else "")
     if facts.mode is LaunchMode.LAUNCHED:
         return _restarted_or_not(facts, death)
     if fails:
@@ -231,7 +238,7 @@ def _decide(facts: Facts) -> Decision:
             rank=death.rank,
             message=death.reason,
         )
-    reason = f"{death.reason}; continue with: train resume {facts.name}"
+    reason = f"{death.reason}{facts.then}"
     return Decision(end="died", state=None, why=reason, reason=reason, rank=death.rank, message=reason)
 
 
@@ -261,7 +268,8 @@ def _ended_at_once(facts: Facts, asked: StopCause) -> Decision:
     """Decide after a second Ctrl-C in a foreground run."""
     saved = f"the last checkpoint is of step {facts.saved}" if facts.saved else "there is no checkpoint"
     then = f"continues after step {facts.saved}" if facts.saved else "starts at step 1"
-    message = f"{facts.name} was ended at once, without saving; train resume {facts.name} {then}"
+    way = f"; train resume {facts.name} {then}" if facts.then else ""
+    message = f"{facts.name} was ended at once, without saving{way}"
     decision = _stopped(asked, f"stopped at once ({asked.text}); {saved}")
     return dataclasses.replace(decision, message=message, code=EXIT_INTERRUPTED)
 

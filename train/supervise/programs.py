@@ -401,6 +401,8 @@ def _plain(facts: Facts, rank: int, code: int) -> Death:
 
 
 def _see(facts: Facts, rank: int) -> str:
+    if not facts.then:  # there will be no log
+        return "its last lines are above"
     return f"see: train logs {facts.name} --rank {rank}"
 
 
