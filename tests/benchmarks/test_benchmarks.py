@@ -19,6 +19,7 @@ RUNS = [f"{count} {state}" for state in ("running", "finished") for count in (1,
 @pytest.mark.parametrize(("name", "options", "first"), [
     ("exporter", ["--times", "1"], RUNS),
     ("launches", ["--steps", "20", "--times", "1"], ["a hand-written loop", "train"]),
+    ("lengths", ["--samples", "96", "--times", "1"], ["random order", "lengths"]),
     ("loop", ["--model", "resnet18", "--times", "1"], ["a loop that indexes tensors", "a loop on DataLoader", "train"]),
     ("ordered", ["--times", "1"], ["1", "2", "3", "4"]),
     ("recovery", ["--steps", "150", "--times", "1"], ["train launch", "torchrun, torch.save every 50 steps"]),
