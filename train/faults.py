@@ -15,11 +15,13 @@ import signal
 
 POINTS = (
     "start", "loaded", "step", "update", "evaluate",
-    "save.staged", "save.begin", "save.written", "save.shards", "save.manifest", "save.synced", "save.renamed",
-    "save.published", "prune.renamed", "prune.removed", "snapshot.begin", "snapshot.written", "snapshot.sealed",
+    "save.staged", "save.begin", "save.frozen", "save.written", "save.shards", "save.manifest", "save.synced",
+    "save.renamed", "save.published", "prune.renamed", "prune.removed", "snapshot.begin", "snapshot.written",
+    "snapshot.sealed",
     "digest", "finish", "finished", "decided",
 )  # fmt: skip
-"""All points, in the order of a run. At `digest` the weights are about to be hashed, by all ranks if they are sharded.
+"""All points, in the order of a run. `save.frozen` is passed only in a run with frozen weights, once. At `digest` the
+weights are about to be hashed, by all ranks if they are sharded.
 `decided` is in the supervisor: the end of the run is decided but not yet recorded."""
 
 _armed: dict[str, tuple[int, str]] | None = None

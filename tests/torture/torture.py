@@ -174,7 +174,7 @@ class Torture:
         """A kill at each named point, of rank 0 and of another; then other world sizes, twice in one epoch."""
         for point, victim, asynchronous in itertools.product(faults.POINTS, (0, 1), self.saving):
             # the supervisor's, which is this process; of memory that an agent owns: see `remembered`
-            if point == "decided" or point.startswith("snapshot"):
+            if point in ("decided", "save.frozen") or point.startswith("snapshot"):  # nothing is frozen here
                 continue
             if (victim and point not in EVERY_RANK) or (point == "save.staged" and not asynchronous):
                 continue

@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.state_dict import set_model_state_dict, set_op
 from ..errors import one_line
 from ..run import owner
 from .extra import LOSSES, OBJECTS, Extra
+from .frozen import FROZEN_KEYS, fill, held_by
 from .state_dict import initialized_state, state_of, without_hooks
 
 _KERNELS = ("fused", "foreach", "capturable", "differentiable")
@@ -69,7 +70,17 @@ def load(
         places = extra.state() | ({OBJECTS: b""} if extra.objects else {})
         kept = {name: value for name, value in places.pop(LOSSES, {}).items() if name in losses}
         state |= places | ({LOSSES: kept} if kept else {})
+        held, stored = held_by(folder), {path[:2] for _, path in written}
+        beside = {
+            key: {name: one for name, one in state[key].items() if name in held and (key, name) not in stored}
+            for key in FROZEN_KEYS & state.keys()
+        }
+        for key, tensors in beside.items():
+            state[key] = {name: one for name, one in state[key].items() if name not in tensors}
         dcp.load(state, storage_reader=reader, no_dist=by_itself, process_group=group)
+        for key, tensors in beside.items():
+            fill(tensors, held)
+            state[key] |= tensors
     except (dcp.api.CheckpointException, ValueError, KeyError) as error:  # DCP wraps all that the state is at fault for
         if isinstance(cause_of(error), OSError):  # of the disk, and may pass
             raise OSError(f"{folder.name} cannot be read: {reason_of(error)}") from error
@@ -157,6 +168,7 @@ def weights_in(folder: Path) -> dict[str, Tensor]:
             if path[0] == "model" and isinstance(one, TensorStorageMetadata)
         }
         dcp.load({"model": found}, storage_reader=reader, no_dist=True)
+        found |= {name: tensor for name, tensor in held_by(folder).items() if name not in found}
     except (dcp.api.CheckpointException, ValueError, KeyError) as error:
         raise ValueError(f"{folder.name} cannot be read: {reason_of(error)}") from error
     return found

@@ -9,6 +9,7 @@ import contextlib
 import hashlib
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -19,7 +20,13 @@ from ..run import durable
 from ..run.run_folder import Run
 
 MANIFEST = "manifest.json"
-FORMAT = 1
+FORMAT = 2
+"""The newest format. Format 2 refers to a file of frozen weights."""
+WHOLE = 1
+"""The format of a checkpoint that needs no other file. Earlier versions read it."""
+FROZEN_PARTIAL = ".frozen-"
+"""Prefix of a file of frozen weights that is being written."""
+_FROZEN = re.compile(r"frozen-[0-9a-f]{16}\.safetensors")
 PARTIAL = ".partial-"
 """Prefix of folders that are being written or removed."""
 DAMAGED = ".damaged-"
@@ -34,6 +41,32 @@ _PIECE = 1 << 20
 
 class Unreadable(ValueError):
     """The system cannot read a checkpoint, which may be whole."""
+
+
+class FrozenDamaged(Unreadable):
+    """The file of frozen weights that a checkpoint refers to is damaged or missing; what it holds may be found again.
+
+    Attributes:
+        entry: the file's size and SHA-256.
+    """
+
+    def __init__(self, text: str, entry: dict[str, Any]) -> None:
+        super().__init__(text)
+        self.entry = entry
+
+
+Mend = Callable[[dict[str, Any]], bool]
+"""Writes the file of frozen weights of this entry again. Returns whether it could."""
+
+
+def frozen_name(entry: dict[str, Any]) -> str:
+    """Return the name in the run folder of the file of frozen weights of this entry."""
+    return f"frozen-{entry['sha256'][:16]}.safetensors"
+
+
+def frozen_files(run: Run) -> list[str]:
+    """Return the names of a run's files of frozen weights; most runs have none."""
+    return sorted(filter(_FROZEN.fullmatch, os.listdir(run.folder)))
 
 
 def manifest_text(content: dict[str, Any]) -> str:
@@ -123,6 +156,7 @@ def verify(folder: Path, check: CheckFiles = check_files) -> dict[str, Any]:
 
     Raises:
         ValueError: the checkpoint is damaged; the message names the file.
+        FrozenDamaged: only the file of frozen weights is damaged.
         Unreadable: the system cannot read it.
         Refused: a newer version of this package wrote it.
     """
@@ -135,25 +169,44 @@ def verify(folder: Path, check: CheckFiles = check_files) -> dict[str, Any]:
         raise ValueError(f"{name} is missing")
     for name in sorted(present - manifest["files"].keys()):
         raise ValueError(f"{name} does not belong to it")
-    errors = check(folder, manifest["files"])
+    frozen = manifest.get("frozen")
+    beside = {f"../../{frozen_name(frozen)}": frozen} if frozen else {}
+    errors = check(folder, manifest["files"] | beside)
     for name in manifest["files"]:
         if name in errors:
             raise errors[name]
+    for name, entry in beside.items():
+        if name in errors:
+            raise FrozenDamaged(str(errors[name]).replace("../../", ""), entry)
     return manifest
 
 
-def verified(run: Run, step: int) -> dict[str, Any]:
-    """Verify a run's checkpoint of this step. Returns its manifest. Raises Refused if it is not whole."""
+def _mended(folder: Path, check: CheckFiles, mend: Mend | None) -> dict[str, Any]:
+    """Verify a checkpoint as `verify` does, after its file of frozen weights is written again if it is damaged."""
+    try:
+        return verify(folder, check)
+    except FrozenDamaged as error:
+        if mend is None or not mend(error.entry):
+            raise
+    return verify(folder, check)
+
+
+def verified(run: Run, step: int, mend: Mend | None = None) -> dict[str, Any]:
+    """Verify a run's checkpoint of this step. Returns its manifest. Raises Refused if it is not whole.
+
+    Args:
+        mend: as for `newest_valid`.
+    """
     folder = run.checkpoint(step)
     try:
-        return verify(folder)
+        return _mended(folder, check_files, mend)
     except ValueError as error:
         why = f"is damaged: {error}" if folder.exists() else "was removed, as --checkpoint.keep says; choose another"
         raise Refused(f"the checkpoint of step {step} {why}") from None
 
 
 def newest_valid(
-    run: Run, sets_aside: bool = False, check: CheckFiles = check_files
+    run: Run, sets_aside: bool = False, check: CheckFiles = check_files, mend: Mend | None = None
 ) -> tuple[int, dict[str, Any], list[str]]:
     """Return step and manifest of the newest whole checkpoint, or 0 and {}, and a line for each newer one that is not
     whole.
@@ -161,6 +214,7 @@ def newest_valid(
     Args:
         sets_aside: set those aside. Only for the holder of the run's lock.
         check: checks the bytes of files.
+        mend: writes a damaged file of frozen weights again; None: only a rank does.
 
     Raises:
         Refused: none is whole and the system cannot read one of them, or a newer version of this package wrote it.
@@ -172,7 +226,7 @@ def newest_valid(
     for step in run.steps_saved():
         folder = run.checkpoint(step)
         try:
-            newest = step, verify(folder, check)
+            newest = step, _mended(folder, check, mend)
             break
         except Unreadable as error:
             unread[step] = error
@@ -181,8 +235,11 @@ def newest_valid(
             unused[step] = f"checkpoint {folder.name} is damaged and not used: {error}"
     if unread and not newest[1]:
         step, first = next(iter(unread.items()))
-        where = f"the disk, owner and mode of {run.checkpoints}"
-        raise Refused(f"{unused[step]}, and there is no older one; check {where}") from first
+        way = f"check the disk, owner and mode of {run.checkpoints}"
+        if isinstance(first, FrozenDamaged):
+            name = frozen_name(first.entry)
+            way = f"its first weights do not make {name} again; put a copy of that file back into {run.folder}"
+        raise Refused(f"{unused[step]}, and there is no older one; {way}") from first
     for step in unused if sets_aside else ():
         set_aside(run, step, UNREADABLE if step in unread else DAMAGED)
     return *newest, list(unused.values())
@@ -194,6 +251,9 @@ def clean(run: Run) -> None:
         for name in os.listdir(run.checkpoints):
             if name.startswith((PARTIAL, DAMAGED)):
                 shutil.rmtree(run.checkpoints / name, ignore_errors=True)
+    for path in run.folder.glob(f"{FROZEN_PARTIAL}*"):
+        with contextlib.suppress(OSError):
+            path.unlink()
 
 
 def set_aside(run: Run, step: int, prefix: str = DAMAGED) -> None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import os
 
 from .. import faults
 from ..errors import Refused
 from ..run.best import best, best_steps
 from ..run.run_folder import Run
-from .manifest import PARTIAL, clean, newest_valid
+from .manifest import DAMAGED, PARTIAL, clean, frozen_files, frozen_name, newest_valid, read_manifest
 
 
 def prune(run: Run, keep: int, metric: str, keep_best: int) -> None:
@@ -23,8 +24,20 @@ def prune(run: Run, keep: int, metric: str, keep_best: int) -> None:
         if step not in stay:
             with contextlib.suppress(OSError):  # what cannot be removed now is removed by the next start
                 _take_away(run, step)
+    with contextlib.suppress(OSError, ValueError, Refused):  # a checkpoint that cannot be read may need any of them
+        _prune_frozen(run)
     clean(run)
     faults.here("prune.removed")
+
+
+def _prune_frozen(run: Run) -> None:
+    """Remove the files of frozen weights that no checkpoint refers to, not even one that was set aside."""
+    if not (files := frozen_files(run)):
+        return
+    folders = [run.checkpoints / name for name in os.listdir(run.checkpoints)]
+    entries = [read_manifest(one).get("frozen") for one in folders if not one.name.startswith((PARTIAL, DAMAGED))]
+    for name in set(files) - {frozen_name(entry) for entry in entries if entry}:
+        (run.folder / name).unlink()
 
 
 def _take_away(run: Run, step: int) -> None:

@@ -13,13 +13,14 @@ import errno
 import math
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
+from torch import Tensor
 
 from .. import faults
 from ..config import Config
@@ -27,8 +28,9 @@ from ..parallel.world import World
 from ..run.durable import sync
 from ..run.run_folder import Run
 from .extra import packed
+from .frozen import Frozen
 from .load import reason_of
-from .manifest import FORMAT, MANIFEST, PARTIAL, manifest_text, set_aside
+from .manifest import FORMAT, MANIFEST, PARTIAL, WHOLE, manifest_text, set_aside
 from .prune import make_room, prune
 from .staging import Staging
 from .state_dict import TrainState, size_of
@@ -48,7 +50,7 @@ class Saver:
 
     def __init__(
         self, run: Run, world: World, *, config: Config, attempt: int, saved: Callable[[int], None],
-        all_write: bool = True,
+        all_write: bool = True, frozen: Iterable[str] = (),
     ) -> None:  # fmt: skip
         """
         Args:
@@ -56,10 +58,12 @@ class Saver:
             attempt: rank 0's number of the attempt.
             saved: called on rank 0 with the step of each checkpoint once it is durable, maybe from a thread.
             all_write: whether all ranks see the folder and write a part. Otherwise rank 0 writes alone.
+            frozen: names in the model's state of weights to write once. None of them may be spread over ranks.
         """
         self.run, self.attempt, self.config, self._saved = run, attempt, config, saved
         self.world = world.with_own_group()
         self._all_write = all_write
+        self._frozen = Frozen(run, frozen, self.world)
         self._writes = world.is_first or all_write
         writers = world if all_write else world.of_rank_0()
         staged = config.checkpoint.asynchronous and self._writes
@@ -102,8 +106,9 @@ class Saver:
         self.wait()
         tree = state.tree() if self._writes else {}
         size = size_of(tree)  # of all of it, over all ranks
+        live = self._frozen.live(tree)
         if not self.config.checkpoint.asynchronous:
-            self._commit(step, tree, size, facts)
+            self._commit(step, tree, live, size, facts)
             return
         if self._staging is not None:
             tree = self._staging.copy(tree)
@@ -112,7 +117,7 @@ class Saver:
         def work() -> None:
             if self.world.device.type == "cuda":
                 torch.cuda.set_device(self.world.device)  # a thread begins on the first one, and would open it
-            self._commit(step, tree, size, facts)
+            self._commit(step, tree, live, size, facts)
 
         self._busy = self._pool.submit(work)
 
@@ -138,15 +143,19 @@ class Saver:
         if busy is not None:
             busy.result()
 
-    def _commit(self, step: int, state: dict[str, Any], size: int, facts: dict[str, Any]) -> None:
+    def _commit(
+        self, step: int, state: dict[str, Any], live: dict[str, Tensor], size: int, facts: dict[str, Any]
+    ) -> None:
         final = self.run.checkpoint(step)
         partial = self.run.checkpoints / f"{PARTIAL}{final.name}-{self.attempt}"
         try:
             faults.here("save.begin")
-            self.world.on_first(lambda: self._begin(partial, size))
+            state, frozen, left_out = self._frozen.leave_out(state, live, self._check_room)
+            self.world.on_first(lambda: self._begin(partial, size - left_out))
             listed = self._write(partial, state)
             faults.here("save.shards")
-            manifest = manifest_text(facts | {"format": FORMAT, "step": step, "files": listed})
+            form: dict[str, Any] = {"format": FORMAT, "frozen": frozen} if frozen else {"format": WHOLE}
+            manifest = manifest_text(facts | form | {"step": step, "files": listed})
             self.world.on_first(lambda: self._publish(partial, final, manifest))
         except (OSError, dcp.api.CheckpointException) as error:
             if self.world.is_first:
@@ -175,12 +184,16 @@ class Saver:
     def _begin(self, partial: Path, size: int) -> None:
         self.run.checkpoints.mkdir(exist_ok=True)
         shutil.rmtree(partial, ignore_errors=True)
-        free = shutil.disk_usage(self.run.checkpoints).free
+        self._check_room(self.run.checkpoints, size)
+        partial.mkdir()
+
+    def _check_room(self, folder: Path, size: int) -> None:
+        """Check that the disk has room for this many bytes. Raises OSError if not."""
+        free = shutil.disk_usage(folder).free
         needed = size * 1.05 + self._margin
         if free < needed:
             full = f"{os.strerror(errno.ENOSPC)}: {needed / 1e6:.1f} MB needed, {free / 1e6:.1f} MB free"
             raise OSError(errno.ENOSPC, full)
-        partial.mkdir()
 
     def _publish(self, partial: Path, final: Path, manifest: str) -> None:
         with (partial / MANIFEST).open("wb") as file:

@@ -16,6 +16,7 @@ from torch import nn
 
 from .. import config as configuration
 from ..build import cores, initial_weights, objects
+from ..build.first_weights import mender
 from ..build.hooks import Hooks
 from ..build.objects import config_of, task_of
 from ..build.updates import read_updates, spread_updates
@@ -261,7 +262,8 @@ def _at_checkpoint(run: Run, step: int, code: _Code, model: nn.Module, config: C
     Raises:
         Refused: it does not fit.
     """
-    manifest, folder = manifests.verified(run, step), run.checkpoint(step)
+    mend = mender(run, code.task, code.before)
+    manifest, folder = manifests.verified(run, step, mend), run.checkpoint(step)
     changed = _changed(run, step, code, model, config)
     names = ", ".join(sorted(changed))
     said = [f"the optimizer takes {names} from {code.task.file.name}, not from the checkpoint"]
@@ -270,10 +272,13 @@ def _at_checkpoint(run: Run, step: int, code: _Code, model: nn.Module, config: C
         "task_sha256": code.task.sha256,
     })  # fmt: skip
     there = f"checkpoints/{folder.name}"
+    beside = [run.metrics] if run.metrics.exists() else []
+    if frozen := manifest.get("frozen"):
+        beside.append(run.folder / manifests.frozen_name(frozen))
     return _Begin(
         record={"epoch": manifest["epoch"]},
         files={f"{there}/{manifests.MANIFEST}": text},
-        copies={there: folder} | ({"metrics.jsonl": run.metrics} if run.metrics.exists() else {}),
+        copies={there: folder} | {path.name: path for path in beside},
         warnings=said if changed and code.sets_optimizer else [],
     )
 

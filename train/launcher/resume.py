@@ -9,6 +9,7 @@ from torch import cuda
 
 from .. import config as configuration
 from ..build import objects, sampling
+from ..build.first_weights import mender
 from ..build.objects import config_of, data_differs, task_of
 from ..checkpoint import manifest as manifests
 from ..config import Config, removed, strategies
@@ -32,7 +33,8 @@ from .unused_fields import asked
 
 
 def prepare_resume(run: Run, flags: dict[str, str], local: int, nodes: range = ALONE) -> tuple[Config, list[str]]:
-    """Check that a run can continue with these changes. Writes nothing. Also returns warnings.
+    """Check that a run can continue with these changes. Writes nothing but a damaged file of frozen weights. Also
+    returns warnings.
 
     Args:
         local: Number of ranks on this machine.
@@ -50,7 +52,7 @@ def prepare_resume(run: Run, flags: dict[str, str], local: int, nodes: range = A
         before = configuration.to_flat(config)
         config = configuration.with_flags(flags, settings=task.Settings, task_file=task.file, flat=before)
         check_changes(before, configuration.to_flat(config), what=f"cannot change {run.name}", way=fork_of(run, flags))
-    step, manifest, unused = manifests.newest_valid(run)
+    step, manifest, unused = manifests.newest_valid(run, mend=mender(run, task, kept))
     if manifest:
         what = f"{run.folder / 'config.toml'} does not fit the checkpoints of {run.name}"
         check_changes(removed.modern(manifest["config"]), configuration.to_flat(config), what=what)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ..build import objects
+from ..build.first_weights import mender
 from ..build.optimizer import has_modes, make_optimizer
 from ..checkpoint import manifest as manifests
 from ..checkpoint import serialize, snapshot
@@ -51,7 +52,7 @@ class ResumeState:
 
 def load_newest(
     run: Run, home: Run, world: World, snapshots: Snapshots, state: TrainState, beat: Callable[[], None], *,
-    sees_home: bool,
+    sees_home: bool, mend: manifests.Mend,
 ) -> ResumeState:  # fmt: skip
     """Load the newest state that is whole, from memory or from the disk. A collective.
 
@@ -60,13 +61,14 @@ def load_newest(
         home: where checkpoints lie.
         sees_home: whether all ranks see that folder. Otherwise rank 0 loads alone, and sends the state to the others.
         beat: gives a sign of life of this rank.
+        mend: writes a damaged file of frozen weights again.
     """
     fresh = [dict(group) for group in state.optimizer.param_groups]
     if sees_home:
-        start = _load(home, world, snapshots, state, beat)
+        start = _load(home, world, snapshots, state, beat, mend)
     else:  # the other machines get the state from rank 0
         alone = world.of_rank_0()
-        start = world.patient.on_first(lambda: _load(home, alone, snapshots, state, beat))
+        start = world.patient.on_first(lambda: _load(home, alone, snapshots, state, beat, mend))
         serialize.broadcast_state(world, state)
     if world.nodes == 1:
         world.on_first(lambda: metrics.cut(run, start.step))
@@ -94,9 +96,11 @@ def _parted(mine: list[tuple[str, int]], theirs: list[tuple[str, int]]) -> float
     return min((step for _, step in theirs[common + 1 :]), default=math.inf)
 
 
-def _load(run: Run, world: World, snapshots: Snapshots, state: TrainState, beat: Callable[[], None]) -> ResumeState:
+def _load(
+    run: Run, world: World, snapshots: Snapshots, state: TrainState, beat: Callable[[], None], mend: manifests.Mend
+) -> ResumeState:
     parts, scaler, shares = snapshots.parts, state.precision.scaler, Shares(run, world, beat)
-    newest = functools.cache(lambda: _newest_valid(run, True, shares.check))  # reads every byte of it
+    newest = functools.cache(lambda: _newest_valid(run, mend, True, shares.check))  # reads every byte of it
     while True:
         start = _choose(run, world, snapshots, shares, newest)
         if parts is None or not start.from_memory:
@@ -141,11 +145,11 @@ def _choose(run: Run, world: World, snapshots: Snapshots, shares: Shares, newest
 
 
 def _newest_valid(
-    run: Run, sets_aside: bool = False, check: manifests.CheckFiles = manifests.check_files
+    run: Run, mend: manifests.Mend, sets_aside: bool = False, check: manifests.CheckFiles = manifests.check_files
 ) -> tuple[int, dict[str, Any]]:
     """Return the step and manifest of the newest whole checkpoint; 0 and {} without one. Warns of newer damaged
     ones."""
-    step, manifest, unused = manifests.newest_valid(run, sets_aside, check)
+    step, manifest, unused = manifests.newest_valid(run, sets_aside, check, mend)
     for line in unused:
         log.warning("warning: %s", line)
     return step, manifest
@@ -168,12 +172,13 @@ def load_trained(run: Run, spec: Spec, step: int | None = None, change: Change |
     """
     task = objects.task_of(run, spec)
     config = objects.config_of(run, task)
+    mend = mender(run, task, config)
     if change is not None:
         config = change(task, config)
     if step is not None:
-        manifests.verified(run, step)
+        manifests.verified(run, step, mend)
     else:
-        step, manifest = _newest_valid(run)
+        step, manifest = _newest_valid(run, mend)
         if not manifest:
             where = " here; it is on node 0" if spec.cluster and spec.cluster["node"] else ""
             raise Refused(f"{run.name} has no usable checkpoint yet{where}; see: train show {run.name}")

@@ -15,6 +15,8 @@ import torch
 from .. import config as configuration
 from .. import faults
 from ..build import cores, determinism, initial_weights, objects, sampling
+from ..build.first_weights import mender
+from ..build.freeze import frozen_names
 from ..build.hooks import Hooks
 from ..build.updates import Update, losses_kept, spread_updates
 from ..checkpoint.buffers import Buffers
@@ -155,6 +157,8 @@ def set_up(
     home = _home_of(run, world, sees_home)
     is_begun = bool(home.newest_checkpoint)
     model = _model(run, spec, task=task, config=config, precision=precision, world=world, is_begun=is_begun)
+    is_sharded = strategies.of(config.parallel.strategy, world.size).is_sharded
+    frozen = set[str]() if is_sharded else frozen_names(model, config.freeze)
     updates, optimizer = spread_updates(task, model, config=config, world=world, precision=precision)
     model = updates[0].strategy.module
     faults.here("start")
@@ -164,8 +168,9 @@ def set_up(
     extra = dataclasses.replace(hooks.extra, losses=losses_kept(updates, device))
     state = TrainState(module=model, optimizer=optimizer, precision=precision, extra=extra)
     start = load_newest(
-        run, home, world, snapshots, state, lambda: heart.beat(heartbeat.STARTING, heart.step), sees_home=sees_home
-    )
+        run, home, world, snapshots, state, lambda: heart.beat(heartbeat.STARTING, heart.step), sees_home=sees_home,
+        mend=mender(home, task, config),
+    )  # fmt: skip
     if not start.step and (is_begun or spec.fork_step):
         _check_beginning(run, spec)
     faults.here("loaded")
@@ -185,7 +190,7 @@ def set_up(
         loggers.say(f"saved {run.checkpoint(step).name}")
         run.note(saved_step=step)
 
-    saver = Saver(home, world, config=config, attempt=number, saved=saved, all_write=sees_home)
+    saver = Saver(home, world, config=config, attempt=number, saved=saved, all_write=sees_home, frozen=frozen)
     held.callback(saver.close)
     snapshots.attach(state, loggers.is_written, loggers.say)
     held.callback(snapshots.close)

@@ -1,0 +1,42 @@
+"""Makes a damaged file of frozen weights again, from the weights that a run started with."""
+
+from __future__ import annotations
+
+import functools
+import logging
+
+from ..checkpoint import manifest as manifests
+from ..config import Config
+from ..errors import Refused, one_line
+from ..parallel.precision import cpu_precision
+from ..run.run_folder import Run
+from ..tasks import Task
+from . import initial_weights, objects
+from .freeze import frozen_names
+
+log = logging.getLogger("train")
+
+
+def mender(run: Run, task: Task, config: Config) -> manifests.Mend:
+    """Return a function that writes a damaged file of frozen weights again, from the first weights of a run. It builds
+    a model."""
+
+    @functools.cache
+    def again(sha256: str, size: int) -> bool:
+        from ..checkpoint import frozen  # slow to import, and hardly ever used
+
+        try:
+            model = objects.make_model(task, config, cpu_precision(config).weights)
+            if (run.folder / initial_weights.FILE).exists():
+                initial_weights.load(run.folder, model)
+            entry = {"sha256": sha256, "size": size}
+            names = frozen_names(model, config.freeze)
+            is_made = frozen.make_again(run, model.state_dict(), names, entry)
+        except (OSError, Refused) as error:
+            log.warning("warning: the frozen weights cannot be made again: %s", one_line(error))
+            return False
+        if is_made:
+            log.warning("warning: %s was damaged, and was made again", manifests.frozen_name(entry))
+        return is_made
+
+    return lambda entry: again(entry["sha256"], entry["size"])
