@@ -123,8 +123,9 @@ def prepare(
         files[initial_weights.FILE] = initial.file()
     warnings += [*_of_hidden(fingerprint.hidden_in(data)), *(f"not exact: {line}" for line in record["not_exact"])]
     warnings += first_look.warnings(
-        task, config, model=model, eval_sets=found.eval_sets, ranks=everywhere, device=device
-    )
+        task, config, model=model, eval_sets=found.eval_sets, ranks=everywhere, device=device,
+        named=followed_metrics(config),
+    )  # fmt: skip
     batch_norm.check(
         task, config, found.train_set, lambda: model, samples=found.samples, ranks=everywhere, steps=range(found.total)
     )
@@ -173,9 +174,9 @@ def check_run(
     precision = Precision(config.precision, device)
     unused_fields.check(task, config, asked)
     wandb.check(config.log.wandb)
-    followed = [field for field in metrics_of(config) if field != "checkpoint.best"]
+    followed = followed_metrics(config)
     if followed and not (config.eval.every_epochs or config.eval.every_steps):
-        raise Refused(f"--{followed[0]} needs evaluations before the end; give --eval.every_epochs")
+        raise Refused(f"--{next(iter(followed))} needs evaluations before the end; give --eval.every_epochs")
     if config.on_nan == "skip" and config.precision == "fp16":
         raise Refused("--on_nan skip is not needed: the loss scaling of fp16 skips such steps; leave out --on_nan")
     train_set, eval_sets = objects.make_datasets(task, config)
@@ -325,6 +326,12 @@ def metrics_of(config: Config) -> list[str]:
     flat = configuration.to_flat(config)
     has_use = {"schedule.metric": config.schedule.decay == "plateau"}
     return [field for field in _METRICS if flat[field] and has_use.get(field, True)]
+
+
+def followed_metrics(config: Config) -> dict[str, str]:
+    """Map those of `metrics_of` without whose metric a run fails to their text."""
+    flat = configuration.to_flat(config)
+    return {field: flat[field] for field in metrics_of(config) if field != "checkpoint.best"}
 
 
 def check_metric(

@@ -23,10 +23,11 @@ from ..config import Config
 from ..data.aside import aside
 from ..data.fetch import EVALUATION, passes
 from ..data.plan import Sharing, evaluation_micro_batches
-from ..errors import Refused, TrainingFailed, one_line
+from ..errors import Refused, TrainingFailed, nearest, one_line
 from ..parallel.precision import cpu_precision
 from ..parallel.torch_private import without_compiler
 from ..parallel.world import World
+from ..run.best import aim_of
 from ..supervise import memory
 from ..tasks import Task, where
 from ..trainer.evaluate import evaluate
@@ -38,15 +39,19 @@ _PATIENCE = 10.0
 _OF_PYTHON = (NameError, AttributeError, TypeError, LookupError)
 """Errors that the CPU does not cause, if the task's own file raises them."""
 _OFF = "--eval.first false"
+_MORE = "…"
+"""Among the names of figures: there may be more."""
 
 
 def warnings(
-    task: Task, config: Config, *, model: nn.Module, eval_sets: Mapping[str, Any], ranks: int, device: torch.device
-) -> list[str]:
+    task: Task, config: Config, *, model: nn.Module, eval_sets: Mapping[str, Any], ranks: int, device: torch.device,
+    named: Mapping[str, str],
+) -> list[str]:  # fmt: skip
     """Evaluate one micro batch of each evaluation set. Returns what the user should know about it.
 
     Args:
         ranks: Number of ranks on all machines.
+        named: Maps the fields whose metric the evaluations must give to their text.
         device: That of the ranks. An error on a GPU's behalf may be the CPU's own, so it is a warning.
 
     Raises:
@@ -57,7 +62,9 @@ def warnings(
 
     def look() -> list[tuple[str, bool]]:
         try:
-            return [*_problems(task, config, model, eval_sets, ranks, device.type)]
+            known: set[str] = set()
+            problems = [*_problems(task, config, model, eval_sets, ranks, device.type, known)]
+            return problems or [*_unknown(task, config, named, known)]
         except Exception as error:  # what makes the look itself impossible; the run tells better
             return [(_said(task, error), False)]
 
@@ -71,10 +78,24 @@ def warnings(
     return [f"a first look at the evaluation failed: {text}" for text, _ in found]
 
 
+def _unknown(task: Task, config: Config, named: Mapping[str, str], known: set[str]) -> Iterator[tuple[str, bool]]:
+    """Yield the fields that name a metric which is not known, and whether a whole set gives no other names either."""
+    for field, text in named.items():
+        name = aim_of(text).metric
+        if _MORE not in known and name.removeprefix("ema." if config.ema.decay is not None else "") not in known:
+            there = nearest(name, known, otherwise=f"; there are: {', '.join(sorted(known))}")
+            yield f"--{field} {text}: no evaluation gives {name}{there}", task.compute_metrics is None
+
+
 def _problems(
-    task: Task, config: Config, model: nn.Module, eval_sets: Mapping[str, Any], ranks: int, device: str
-) -> Iterator[tuple[str, bool]]:
-    """Yield each problem in a line, and whether it would recur in the run. In a fork."""
+    task: Task, config: Config, model: nn.Module, eval_sets: Mapping[str, Any], ranks: int, device: str,
+    known: set[str],
+) -> Iterator[tuple[str, bool]]:  # fmt: skip
+    """Yield each problem in a line, and whether it would recur in the run. In a fork.
+
+    Args:
+        known: Gets the names of the figures.
+    """
     memory.lower_than_agent(1000)
     os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
     threads = torch.get_num_threads()
@@ -95,12 +116,13 @@ def _problems(
             batches = loader.batches(evaluation_micro_batches(one, Sharing(), evaluation=number))
             try:
                 with without_compiler():
-                    evaluate(
+                    found = evaluate(
                         task, model, {name: one}, batches, world=world, sharing=Sharing(), precision=precision,
                         show=lambda pictures: None,
                     )  # fmt: skip
+                    known |= {*found[0]} if found is not None else set()
             except bdb.BdbQuit:  # a breakpoint, which has no terminal here
-                continue
+                known.add(_MORE)
             except (Exception, SystemExit) as error:
                 of = "" if len(eval_sets) == 1 else f" (set {name or EVALUATION})"
                 yield f"{_said(task, error)}{of}", _recurs(task, error, device)

@@ -137,8 +137,9 @@ def prepare_fork(run: Run, step: int, flags: dict[str, str], ranks: int, file: s
     begin = _at_checkpoint(run, step, code, model, config) if step else _at_beginning(run, record, code, model, config)
     warnings, files = warnings + begin.warnings, files | begin.files
     warnings += first_look.warnings(
-        task, config, model=model, eval_sets=found.eval_sets, ranks=ranks, device=found.precision.device
-    )
+        task, config, model=model, eval_sets=found.eval_sets, ranks=ranks, device=found.precision.device,
+        named=checks.followed_metrics(config),
+    )  # fmt: skip
     deterministic.check(task, config, found.precision.device, found.train_set, model)  # it takes the model's values
     names = (fingerprint.FACTS, *(_CODE if given is None else ()))
     copies = {name: run.folder / name for name in names if name not in files and (run.folder / name).exists()}

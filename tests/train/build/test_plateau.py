@@ -73,14 +73,15 @@ def plateau(engine: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("fault", "every"),
-    [("step@1:7", 5), ("evaluate@0:3", 5), ("save.published@0:2", 4), ("step@0:8", None)],
+    ("fault", "every", "begins"),
+    [("step@1:7", 5, 5), ("evaluate@0:3", 5, 5), ("save.published@0:2", 4, 8), ("step@0:8", None, 0)],
     ids=["after an evaluation", "in one", "before one", "no checkpoint"],
 )
-def test_a_kill_changes_no_rate_and_no_bit(plateau: Any, fault: str, every: int | None) -> None:
+def test_a_kill_changes_no_rate_and_no_bit(plateau: Any, fault: str, every: int | None, begins: int) -> None:
     name = f"plateau-{fault.partition('@')[0].replace('.', '-')}-{every}"
-    assert plateau.run(name, 3, fault=fault, checkpoint__every_steps=every, **PLATEAU)["state"] != "finished"
-    plateau.resume(name, 3)
+    saved = PLATEAU | {"checkpoint__every_steps": every, "checkpoint__asynchronous": "false"}
+    assert plateau.run(name, 3, fault=fault, **saved)["state"] != "finished"
+    assert plateau.resume(name, 3)["attempts"][-1]["from_step"] == begins
     assert plateau.outcome(name) == plateau.outcome("plateau3")
 
 
@@ -112,8 +113,9 @@ def test_a_tasks_schedule_gets_the_evaluations_up_to_its_step_over_kills(engine:
     assert engine.run("history3", 3, task=own, **given)["state"] == "finished"
     made = rates(engine, "history3")
     assert len({*made}) == 5, made  # it moves with each evaluation
-    engine.run("history-killed", 3, task=own, fault="step@2:8", checkpoint__every_steps=5, **given)
-    engine.resume("history-killed", 3)
+    saved = given | {"checkpoint__every_steps": 5, "checkpoint__asynchronous": "false"}
+    engine.run("history-killed", 3, task=own, fault="step@2:8", **saved)
+    assert engine.resume("history-killed", 3)["attempts"][-1]["from_step"] == 5
     assert engine.outcome("history-killed") == engine.outcome("history3")
     forked = engine.fork("history-killed", "history-forked", 5, 3)
     assert forked["weights_sha256"] == engine.station.record("history3")["weights_sha256"]
@@ -152,7 +154,10 @@ def test_what_can_never_drop_is_refused(engine: Any, flags: dict[str, Any], text
 
 
 def test_a_metric_that_no_evaluation_gives_fails_the_run_with_the_nearest_name(engine: Any) -> None:
-    record = engine.run("plateau-misspelt", 2, **PLATEAU | {"schedule__metric": "acuracy"})
+    misspelt = PLATEAU | {"schedule__metric": "acuracy"}
+    with pytest.raises(Refused, match=r"--schedule.metric acuracy: no evaluation gives acuracy; did you mean accuracy"):
+        engine.run("never", **misspelt)
+    record = engine.run("plateau-misspelt", 2, eval__first="false", **misspelt)
     assert engine.code == 3
     assert "no evaluation gives acuracy, which schedule.metric names; did you mean accuracy?" in record["reason"]
     assert "train fork plateau-misspelt --name NEW --schedule.metric NAME" in record["reason"]

@@ -210,7 +210,7 @@ def test_on_gpus_only_what_the_cpu_cannot_cause_refuses(tmp_path: Path) -> None:
         checks.cut_batch(config, 1, range(1, 2))
         _, eval_sets = task.datasets(config)
         model, gpu = task.model(config), torch.device("cuda")
-        return first_look.warnings(task, config, model=model, eval_sets=eval_sets, ranks=1, device=gpu)
+        return first_look.warnings(task, config, model=model, eval_sets=eval_sets, ranks=1, device=gpu, named={})
 
     for error in ("RuntimeError", "NotImplementedError", "AssertionError"):
         text = f"def metrics(model, batch):\n    raise {error}('not for a CPU')\n"

@@ -76,7 +76,10 @@ def test_with_more_patience_it_goes_on_as_if_it_had_not_ended(early: Any) -> Non
 
 
 def test_a_metric_that_no_evaluation_gives_ends_the_run_with_the_nearest_name(engine: Any) -> None:
-    record = engine.run("early-misspelt", 2, **EARLY | {"early_stopping__metric": "acuracy"})
+    misspelt = EARLY | {"early_stopping__metric": "acuracy"}
+    with pytest.raises(Refused, match=r"--early_stopping.metric acuracy: no evaluation gives acuracy; did you"):
+        engine.run("never", **misspelt)
+    record = engine.run("early-misspelt", 2, eval__first="false", **misspelt)
     assert (record["state"], engine.code) == ("failed", 3)
     assert "no evaluation gives acuracy, which early_stopping.metric names; did you mean accuracy?" in record["reason"]
 
