@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+from collections.abc import Callable
 
 from ..checkpoint import manifest as manifests
 from ..config import Config
@@ -17,9 +18,17 @@ from .freeze import frozen_names
 log = logging.getLogger("train")
 
 
-def mender(run: Run, task: Task, config: Config) -> manifests.Mend:
+def _warn(line: str) -> None:
+    log.warning("warning: %s", line)
+
+
+def mender(run: Run, task: Task, config: Config, tell: Callable[[str], object] = _warn) -> manifests.Mend:
     """Return a function that writes a damaged file of frozen weights again, from the first weights of a run. It builds
-    a model."""
+    a model.
+
+    Args:
+        tell: called with a warning about what was done.
+    """
 
     @functools.cache
     def again(sha256: str, size: int) -> bool:
@@ -33,10 +42,10 @@ def mender(run: Run, task: Task, config: Config) -> manifests.Mend:
             names = frozen_names(model, config.freeze)
             is_made = frozen.make_again(run, model.state_dict(), names, entry)
         except (OSError, Refused) as error:
-            log.warning("warning: the frozen weights cannot be made again: %s", one_line(error))
+            tell(f"the frozen weights cannot be made again: {one_line(error)}")
             return False
         if is_made:
-            log.warning("warning: %s was damaged, and was made again", manifests.frozen_name(entry))
+            tell(f"{manifests.frozen_name(entry)} was damaged, and was made again")
         return is_made
 
     return lambda entry: again(entry["sha256"], entry["size"])

@@ -263,7 +263,8 @@ def _at_checkpoint(run: Run, step: int, code: _Code, model: nn.Module, config: C
     Raises:
         Refused: it does not fit.
     """
-    mend = mender(run, code.task, code.before)
+    told: list[str] = []
+    mend = mender(run, code.task, code.before, told.append)
     manifest, folder = manifests.verified(run, step, mend), run.checkpoint(step)
     changed = _changed(run, step, code, model, config)
     names = ", ".join(sorted(changed))
@@ -280,7 +281,7 @@ def _at_checkpoint(run: Run, step: int, code: _Code, model: nn.Module, config: C
         record={"epoch": manifest["epoch"]},
         files={f"{there}/{manifests.MANIFEST}": text},
         copies={there: folder} | {path.name: path for path in beside},
-        warnings=said if changed and code.sets_optimizer else [],
+        warnings=told + (said if changed and code.sets_optimizer else []),
     )
 
 

@@ -52,7 +52,8 @@ def prepare_resume(run: Run, flags: dict[str, str], local: int, nodes: range = A
         before = configuration.to_flat(config)
         config = configuration.with_flags(flags, settings=task.Settings, task_file=task.file, flat=before)
         check_changes(before, configuration.to_flat(config), what=f"cannot change {run.name}", way=fork_of(run, flags))
-    step, manifest, unused = manifests.newest_valid(run, mend=mender(run, task, kept))
+    told: list[str] = []
+    step, manifest, unused = manifests.newest_valid(run, mend=mender(run, task, kept, told.append))
     if manifest:
         what = f"{run.folder / 'config.toml'} does not fit the checkpoints of {run.name}"
         check_changes(removed.modern(manifest["config"]), configuration.to_flat(config), what=what)
@@ -76,7 +77,7 @@ def prepare_resume(run: Run, flags: dict[str, str], local: int, nodes: range = A
         on_cpu = f"check with nvidia-smi, or continue on the CPU with other bits: train resume {run.name} --device cpu"
         raise NoGPU(f"{run.name} computes on GPUs, but torch sees none here; {on_cpu}") from None
     _check_gathering(run, spec, config, found.precision, ranks, flags)
-    warnings = [*unused, *found.warnings, *check_data(run, spec, task, config, found.train_set, found.eval_sets)]
+    warnings = [*told, *unused, *found.warnings, *check_data(run, spec, task, config, found.train_set, found.eval_sets)]
     warnings += imports.edited(run, spec)
     if found.total < step:
         more = f"more than the requested {found.total}; give more --epochs or --steps"
