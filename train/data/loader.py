@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
+from .. import breakpoints
 from ..errors import Refused
 from ..signals import POLITE, end_with_parent
 from . import threads
@@ -265,6 +266,7 @@ def begin_worker(_: int, rank: int) -> None:
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _IGNORED)
     sys.excepthook = end_without_files
+    breakpoints.refuse("a data worker has no terminal; use --data.workers 0")
     end_with_parent(rank)  # a killed rank's workers go with it and release the run's lock
     for fd in _open_files():
         own = _opened_again(fd)

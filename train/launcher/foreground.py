@@ -204,8 +204,10 @@ def shape(rank_env: RankEnv) -> tuple[int, range]:
 
 def _rank_of_torchrun(made: Run, spec: Spec, attempt: int, rank_env: RankEnv, stop: StopRequest) -> tuple[Outcome, int]:
     """Train as one rank. Returns its outcome and its exit code."""
-    from ..supervise.worker import exit_code, keep_log, run_rank, show
+    from ..supervise.worker import exit_code, keep_log, refuse_breakpoints, run_rank, show
 
+    if rank_env.rank:
+        refuse_breakpoints(spec, rank_env.rank)
     logs = made.logs(attempt)
     keep_log(logs, rank_env.rank)
     has_bar = rank_env.rank == 0 and sys.stderr.isatty()

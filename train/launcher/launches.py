@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from .. import caches, hash_seed, variables
+from .. import breakpoints, caches, hash_seed, variables
 from ..errors import Refused
 from ..gpus import VISIBLE
 from ..run import environment, folders, owner, states
@@ -243,6 +243,7 @@ def check(content: dict[str, Any]) -> Plan:
         Refused: the launch is not possible.
     """
     caches.provide()
+    breakpoints.skip()
     return from_json(content).check()
 
 

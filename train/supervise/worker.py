@@ -6,11 +6,13 @@ and calls `run_rank`.
 
 from __future__ import annotations
 
+import bdb
 import contextlib
 import faulthandler
 import functools
 import logging
 import os
+import shlex
 import signal
 import socket
 import sys
@@ -19,7 +21,7 @@ import traceback
 from pathlib import Path
 from typing import Any, NoReturn
 
-from .. import caches, faults, screen
+from .. import breakpoints, caches, faults, screen
 from ..checkpoint.buffers import ENVIRONMENT
 from ..errors import Refused, TrainingFailed, may_pass
 from ..parallel.rank_env import RankEnv
@@ -83,7 +85,7 @@ def _train(run: Run, spec: Spec, rank_env: RankEnv, attempt: int, stop: StopRequ
                 run, spec, rank_env, attempt=attempt, stop=stop, bar=bar, heart=heart, held=held, memory=snapshot_memory
             )
             return conclude(job, train(job), attempt)
-        except (Refused, TrainingFailed, RuntimeError) as error:
+        except (Refused, TrainingFailed, RuntimeError, bdb.BdbQuit) as error:
             reason = _reason_of(error, run)
             if not reason:
                 raise
@@ -107,6 +109,8 @@ def _reason_of(error: BaseException, run: Run) -> str:
 
     if isinstance(error, NoGPU):
         raise RuntimeError(f"{diagnose.NO_GPU}: {run.name} computes on GPUs, but torch sees none here") from None
+    if isinstance(error, bdb.BdbQuit):
+        return breakpoints.ended()
     return str(error) if isinstance(error, (Refused, TrainingFailed)) else determinism.refusal(error)
 
 
@@ -153,6 +157,8 @@ def task_rank(
     log_to(sys.stderr)
     if has_terminal:
         keep_log(logs, rank)
+    else:
+        refuse_breakpoints(Spec.from_json(spec), rank)
     place = RankEnv(**rank_env, init=init)
     has_bar = has_terminal and sys.stderr.isatty()
     end = run_rank(run, Spec.from_json(spec), rank_env=place, attempt=attempt, stop=stop, bar=has_bar)
@@ -160,6 +166,13 @@ def task_rank(
     if end.kind is Kind.DIED and not (has_terminal and (_is_of_other(logs, end) or end.is_of_system)):
         show(end)
     leave(exit_code(logs, place, end))
+
+
+def refuse_breakpoints(spec: Spec, rank: int) -> None:
+    """Make breakpoint() fail in a rank without a terminal of its own, with a line that names the way."""
+    which = f"rank {rank}" if rank else "a launched run"
+    way = f"train run {shlex.quote(spec.task_source or spec.task)} --watch.hang_minutes 0"
+    breakpoints.refuse(f"{which} has no terminal; to debug with one rank: {way}")
 
 
 def _is_of_other(logs: Path, end: Outcome) -> bool:

@@ -62,9 +62,34 @@ def test_breakpoint_on_rank_0_of_two_stops_it_while_the_other_one_waits(tasks: S
     assert tasks.record("demo3")["world_size"] == 2
 
 
-def test_breakpoint_without_a_terminal_ends_the_run(tasks: Station) -> None:
+def test_breakpoint_without_a_terminal_ends_the_run_with_one_line(tasks: Station) -> None:
+    way = f"train run {tasks.folder / 'stop.py'} --watch.hang_minutes 0"
     done = tasks("launch", "stop.py", "--name", "a", "--steps", 2, "--follow")
-    assert done.returncode == 3 and "BdbQuit" in tasks.record("a")["reason"]
+    line = f"breakpoint() in loss(), line 9: a launched run has no terminal; to debug with one rank: {way}"
+    assert done.returncode == 3 and tasks.record("a")["reason"] == line
+    assert line in done.stderr and "Traceback" not in done.stderr + tasks.logs("a")
+    one = tasks.folder / "stop1.py"
+    one.write_text((tasks.folder / "stop0.py").read_text().replace('== "0"', '== "1"'))
+    done = tasks("run", one, "--name", "b", "--spawn", 2, "--steps", 2)
+    assert done.returncode == 3 and f"rank 1 has no terminal; to debug with one rank: train run {one}" in done.stderr
+    done = tasks("launch", "stop.py", "--name", "c", "--steps", 2, "--follow", env={"PYTHONBREAKPOINT": "0"})
+    assert done.returncode == 0, done.stderr
+
+
+def test_breakpoint_in_what_is_checked_stops_in_the_run_alone(tasks: Station) -> None:
+    text = (tasks.folder / "spiral.py").read_text().replace("return nn.Seq", "breakpoint()\n    return nn.Seq")
+    (tasks.folder / "spiral.py").write_text(text)
+    terminal = Terminal(tasks, "run", "spiral.py", "--name", "d", "--steps", "2", "--watch.hang_minutes", "0")
+    wait_for(terminal, "(Pdb)", 1)
+    terminal.type("c\n")
+    assert terminal.end() == 0, terminal.output
+
+
+def test_breakpoint_in_a_data_worker_names_the_way(tasks: Station) -> None:
+    collate = "def collate(items):\n    breakpoint()\n\n\ndef model"
+    (tasks.folder / "spiral.py").write_text((tasks.folder / "spiral.py").read_text().replace("def model", collate))
+    done = tasks("run", "spiral.py", "--name", "e", "--steps", 2, "--data.workers", 1)
+    assert done.returncode == 3 and "a data worker has no terminal; use --data.workers 0" in done.stderr, done.stderr
 
 
 class Editor:
