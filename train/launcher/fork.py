@@ -104,7 +104,8 @@ def prepare_fork(run: Run, step: int, flags: dict[str, str], ranks: int, file: s
     spec = spec_of(record, mine.read_config())
     given = Path(file) if file is not None else None
     code = _own(run, spec) if given is None else _of_file(run, given, flags)
-    task, config = code.task, _config(run, step, code, flags)
+    config = _config(run, step, code, flags)
+    task, of_order = checks.ordered(code.task, config)
     is_other = "batch_size" in flags or ranks != record["world_size"]
     if is_other and "micro_batch_size" not in flags and "micro_batch_size" in spec.chosen:
         config.micro_batch_size = None
@@ -115,7 +116,7 @@ def prepare_fork(run: Run, step: int, flags: dict[str, str], ranks: int, file: s
         config.cpu_threads, _ = cores.default_threads(ranks, found.precision.device, model)
     code.keep(record, given, config.data.root)
     files: dict[str, str | bytes] = {**code.files, "config.toml": configuration.to_toml(config)}
-    warnings = [*code.warnings, *found.warnings]
+    warnings = [*code.warnings, *of_order, *found.warnings]
     if code.edited:
         differs, facts = _data_of(run, task, config, train_set=found.train_set, eval_sets=found.eval_sets)
         warnings, files[fingerprint.FACTS] = warnings + differs, facts
@@ -192,8 +193,6 @@ def _of_file(run: Run, file: Path, flags: dict[str, str]) -> _Code:
     given = {name: text for name, text in flags.items() if name in new}
     before = configuration.with_flags(given, settings=task.Settings, task_file=task.file, flat=flat)
     now = configuration.to_flat(before)
-    task, of_order = checks.ordered(task, before)
-    warnings += of_order
     for name in new:
         if name not in flags:
             warnings.append(f"{name} = {now[name]} is new: the default in {file.name}")

@@ -21,6 +21,7 @@ from train.data.loader import Loader
 from train.data.plan import MicroBatch, Plan, Sharing, micro_batches_of
 from train.errors import Refused
 from train.launcher.checks import prepare
+from train.launcher.fork import prepare_fork
 from train.launcher.request import Request
 from train.parallel.world import World
 from train.run.heartbeat import Heart
@@ -218,3 +219,12 @@ def test_overfit_chooses_the_samples_itself_and_says_so(engine: Any, tmp_path: P
     assert (record["state"], record["samples"], record["sampler"]) == ("finished", 8, "")
     assert any("--overfit 8 chooses the samples, so order() in" in warning for warning in record["warnings"])
     assert len({index for step in engine.station.samples("overfit").values() for index in step}) == 8
+
+
+def test_a_fork_of_edited_code_that_overfits_does_not_ask_for_an_order(engine: Any, tmp_path: Path) -> None:
+    begun = engine.run("begun", task=task(tmp_path, WEIGHTS), steps=6, fault="step@0:2")
+    assert begun["sampler"] == "weights" and not engine.station.run("begun").steps_saved()
+    edited = task(tmp_path, "def order(epoch, config): raise AssertionError('called')")
+    made = prepare_fork(engine.station.run("begun"), 0, {"overfit": "8"}, 1, str(edited))
+    assert (made.record["samples"], made.record["sampler"]) == (8, "")
+    assert any("--overfit 8 chooses the samples" in warning for warning in made.warnings)
