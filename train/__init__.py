@@ -1,19 +1,31 @@
 """Trainstation: exact, unkillable, observable training runs.
 
 Importing this package imports no torch: `train ls`, `train show` and `--help` answer at once. A task may use
-`train.gather` and `train.shards`.
+`train.gather`, `train.progress` and `train.shards`.
 """
 
 import importlib
+import sys
+from pathlib import Path
 from typing import Any
 
 __version__ = "0.1.0"
 
 
-_FOR_TASKS = {"gather": ".parallel.gather", "shards": ".data.shards"}
+_FOR_TASKS = {"gather": ".parallel.gather", "progress": ".data.progress", "shards": ".data.shards"}
+
+
+def _running(module: str) -> Any:
+    """Return a module as the run around this code has imported it, under either name of this package; None if none
+    has. A second copy of it would not know the run."""
+    for package in ("train", "trainstation"):
+        found = sys.modules.get(package + module)
+        if found is not None and Path(str(found.__file__)).is_relative_to(__path__[0]):
+            return found
+    return None
 
 
 def __getattr__(name: str) -> Any:
     if name in _FOR_TASKS:
-        return getattr(importlib.import_module(_FOR_TASKS[name], __name__), name)
+        return getattr(_running(_FOR_TASKS[name]) or importlib.import_module(_FOR_TASKS[name], __name__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -22,6 +22,7 @@ from ..data.fetch import EVALUATION, TRAINING, BadSample, fetcher, is_indexed_at
 from ..data.loader import Loader
 from ..data.order import seed_of
 from ..data.plan import MicroBatch, Plan
+from ..data.progress import set_progress, set_total
 from ..data.seeding import seed_host
 from ..data.to_device import prepared
 from ..errors import Refused, TrainingFailed, one_line
@@ -101,6 +102,9 @@ def make_datasets(task: Task, config: Config) -> tuple[Any, dict[str, Any]]:
     evaluations = _named(task, made[1])
     for part, dataset in ((TRAINING, made[0]), *((name or EVALUATION, each) for name, each in evaluations.items())):
         _check_set(task, config, part, dataset)
+    length = config.overfit or len(made[0])  # a task's own order may have another: who knows it sets the steps again
+    cut = Plan(length=length, batch_size=config.batch_size, micro_batch_size=1, drop_last=config.data.drop_last)
+    set_total(total_steps(config, cut))
     if config.overfit is None:
         return made[0], evaluations
     return made[0], dict.fromkeys(evaluations or ([""] if task.can_evaluate else []), made[0])
@@ -313,6 +317,7 @@ def first_samples(
     """
     assert isinstance(config.micro_batch_size, int)
     fetch, wanted = fetcher(dataset, task.collate, name), count or config.micro_batch_size
+    set_progress(0, 0)  # as in the first step
 
     def is_readable(index: int) -> bool:
         with contextlib.suppress(Exception):

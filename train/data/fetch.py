@@ -19,6 +19,7 @@ from torch.utils.data import Subset, TensorDataset, default_collate
 
 from ..errors import TrainingFailed, one_line
 from .order import seed_of
+from .progress import set_progress
 from .seeding import Seed, owned, seed_host, seed_owned
 from .shards import Shards
 
@@ -165,6 +166,7 @@ class Items:
 
     def items(self, micro: MicroBatch) -> tuple[list[Any], list[BadSample]]:
         """Return the samples of a micro batch, drawn with its seed, and those that cannot be read."""
+        set_progress(micro.step, micro.epoch)
         if micro.epoch != self.epoch and self.sets_epoch:
             self._set_epoch(micro.epoch)
         self._seed(micro)

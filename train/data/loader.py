@@ -35,6 +35,7 @@ from .hand_over import (
     taken,
 )
 from .plan import MicroBatch
+from .progress import set_progress
 from .seeding import owned
 from .to_device import AHEAD, OnDevice, pinned, prepared
 
@@ -181,6 +182,7 @@ class Loader:
                 self._skipped(bad)
                 left_out = np.isin(planned.indices, [one.index for one in bad])
                 micro = planned._replace(indices=planned.indices[~left_out])
+            set_progress(micro.step, micro.epoch)
             yield micro, self._prepared(batch, micro.seed)
 
     def _fetched(self, plan: Iterator[MicroBatch]) -> Iterator[Any]:

@@ -161,7 +161,7 @@ class MicroBatch(NamedTuple):
     is_repeated: bool = False
     """Whether it is another rank's: this rank has none left in the step, and computes it again with weight 0."""
     epoch: int = 0
-    """Counted from 0. For an evaluation, the epoch of the last step before it."""
+    """Counted from 0, like `step`. For an evaluation, those of the last step before it."""
 
 
 def micro_batches_of(plan: Plan, sharing: Sharing, *, first: int, last: int) -> Iterator[MicroBatch]:
@@ -186,7 +186,7 @@ def micro_batches_of(plan: Plan, sharing: Sharing, *, first: int, last: int) -> 
 
 
 def evaluation_micro_batches(
-    plan: Plan, sharing: Sharing, *, evaluation: int = 1, epoch: int = 0
+    plan: Plan, sharing: Sharing, *, evaluation: int = 1, step: int = 0, epoch: int = 0
 ) -> Iterator[MicroBatch]:
     """Yield the micro batches of an evaluation set that a rank fetches: every sample once, in the dataset's order. All
     but the last are full.
@@ -202,7 +202,7 @@ def evaluation_micro_batches(
         indices = np.arange(low, high) if chosen is None else chosen[low:high]
         seed = seed_of(plan.seed, "eval", number)
         yield MicroBatch(
-            step=0,
+            step=step,
             number=number,
             indices=indices,
             seed=seed,

@@ -22,6 +22,7 @@ from ..build.updates import read_updates
 from ..config import Config, strategies
 from ..data import fingerprint, probe, threads
 from ..data.fetch import EVALUATION, TRAINING, is_indexed_at_once
+from ..data.progress import set_total
 from ..errors import Refused, nearest
 from ..parallel import choose
 from ..parallel.devices import check_fork, check_kernels, pick_device
@@ -195,6 +196,7 @@ def check_run(
     plan = objects.plan_of(config, samples)
     check_sync_batchnorm(config, device, ranks, plan.length)
     total = objects.total_steps(config, plan)
+    set_total(total)
     schedule.check(task, schedule.Planned(config, plan.steps_per_epoch, total))
     trace.steps_of(config.trace, total=total)
     return _Checked(

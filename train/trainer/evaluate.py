@@ -20,6 +20,7 @@ from ..data import threads
 from ..data.fetch import BadSample
 from ..data.order import seed_of
 from ..data.plan import MicroBatch, Plan, Sharing, evaluation_micro_batches
+from ..data.progress import set_total
 from ..data.seeding import owned, seed_compute
 from ..errors import Refused, TrainingFailed
 from ..parallel.compiling import compile_as_asked
@@ -273,6 +274,8 @@ def evaluate_run(
     if differs and change is None:
         log.warning("warning: the data differ from those that %s was trained with: %s", run.name, differs)
     plans = objects.evaluation_plans(config, eval_sets)
+    plan = objects.plan_of(config, sampling.samples_of(spec, train_set))
+    set_total(objects.total_steps(config, plan))
     world = World(0, size=1, local_rank=0, device=device)
     workers = config.data.workers or 0
     if workers and (problem := threads.problem()):  # of model(), say: that of a rank starts later
@@ -291,9 +294,13 @@ def evaluate_run(
     with loader, objects.refusing(task):
         take_device(device)
         sharing = Sharing()
-        epoch = objects.plan_of(config, sampling.samples_of(spec, train_set)).epoch(max(step - 1, 0))
+        last = max(step - 1, 0)
+        epoch = plan.epoch(last)
         numbered = enumerate(plans.values(), 1)
-        micros = (evaluation_micro_batches(plan, sharing, evaluation=number, epoch=epoch) for number, plan in numbered)
+        micros = (
+            evaluation_micro_batches(one, sharing, evaluation=number, step=last, epoch=epoch)
+            for number, one in numbered
+        )
         stream = loader.batches(itertools.chain.from_iterable(micros))
         model = determinism.lay_out(model, config).to(device)
         compile_as_asked(model, config)

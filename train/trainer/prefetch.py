@@ -51,7 +51,7 @@ def micro_batches(
         if is_evaluated:
             for number, evaluation in enumerate(evaluations.values(), 1):
                 yield from evaluation_micro_batches(
-                    evaluation, sharing, evaluation=number, epoch=plan.epoch(max(step - 1, 0))
+                    evaluation, sharing, evaluation=number, step=step - 1, epoch=plan.epoch(max(step - 1, 0))
                 )
     yield from micro_batches_of(plan, sharing, first=first, last=intervals.total_steps)
 

@@ -26,6 +26,7 @@ from ..checkpoint.state_dict import TrainState
 from ..config import Config, strategies
 from ..data.loader import Loader
 from ..data.plan import Plan, Sharing
+from ..data.progress import set_total
 from ..data.seeding import Seed, owned
 from ..errors import TrainingFailed
 from ..parallel import choose
@@ -228,11 +229,12 @@ def _data(run: Run, spec: Spec, task: Task, config: Config, precision: Precision
     """Make the loader and the plans of the datasets. Call it before ranks connect: connecting starts threads, and the
     loader forks."""
     train_set, eval_sets = objects.make_datasets(task, config)
+    plan = objects.plan_of(config, sampling.samples_of(spec, train_set))
+    set_total(objects.total_steps(config, plan))
     loader = objects.make_loader(
         task, config=config, precision=precision, train_set=train_set, eval_sets=eval_sets,
         workers=config.data.workers or 0, left_out=Skipped(run), sets_epoch=spec.sets_epoch,
     )  # fmt: skip
-    plan = objects.plan_of(config, sampling.samples_of(spec, train_set))
     return Data(loader=loader, size=len(train_set), plan=plan, evaluations=objects.evaluation_plans(config, eval_sets))
 
 
