@@ -173,9 +173,11 @@ def test_a_fork_carries_the_file_and_unfrozen_it_writes_all_and_removes_the_file
 
 def test_a_run_starts_with_the_weights_of_a_checkpoint_that_refers_to_the_file(adapted: Any) -> None:
     station = adapted.station
-    station.ok("run", TASK, "--name", "second", "--init", "adapted@8", "--steps", 1)
-    assert torch.equal(load_file(station.runs / "second/init.safetensors")["base.2.weight"],
-                       weights_in(station.run("adapted").checkpoint(8))["base.2.weight"])  # fmt: skip
+    station.ok("run", TASK, "--name", "second", "--init", "adapted@8", "--steps", 2, "--seed", 3)
+    adapted.resume("second", steps=4)  # another seed: only the file has these weights
+    found, wanted = (weights_in(station.run(name).checkpoint(step)) for name, step in (("second", 4), ("adapted", 8)))
+    assert all(torch.equal(found[name], wanted[name]) for name in BASE)
+    assert not stored(station.run("second"), 4) & {*BASE}
 
 
 def test_the_average_of_frozen_weights_is_left_out_too(adapted: Any) -> None:
