@@ -117,7 +117,7 @@ def _problems(
             try:
                 with without_compiler():
                     found = evaluate(
-                        task, model, {name: one}, batches, world=world, sharing=Sharing(), precision=precision,
+                        task, model, {name: one}, stream=batches, world=world, sharing=Sharing(), precision=precision,
                         show=lambda pictures: None,
                     )  # fmt: skip
                     known |= {*found[0]} if found is not None else set()

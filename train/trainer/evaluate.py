@@ -57,8 +57,8 @@ def evaluate(
     task: Task,
     module: nn.Module,
     plans: Mapping[str, Plan],
-    stream: Iterator[tuple[MicroBatch, Any]],
     *,
+    stream: Iterator[tuple[MicroBatch, Any]],
     world: World,
     sharing: Sharing,
     precision: Precision,
@@ -309,7 +309,7 @@ def evaluate_run(
         if average is not None:
             average.load(averaged)
         evaluated = evaluate(
-            task, model, plans, stream, world=world, sharing=sharing, precision=precision, average=average
+            task, model, plans, stream=stream, world=world, sharing=sharing, precision=precision, average=average
         )
     assert evaluated is not None
     figures, samples = evaluated

@@ -291,8 +291,8 @@ class Loop:
             unchanged,
         ):
             evaluated = evaluate(
-                job.task, job.strategy.module, job.data.evaluations, self._prefetch.batches, world=job.world,
-                sharing=job.sharing, precision=job.precision, average=job.hooks.average, beat=beat,
+                job.task, job.strategy.module, job.data.evaluations, stream=self._prefetch.batches,
+                world=job.world, sharing=job.sharing, precision=job.precision, average=job.hooks.average, beat=beat,
                 stop=lambda: job.stop.asked, show=functools.partial(job.loggers.media, self.done),
             )  # fmt: skip
         if evaluated is None:
