@@ -73,9 +73,11 @@ def test_parts_of_a_total_are_divided_by_its_count(engine: Any) -> None:
 def test_each_update_has_its_own_and_keeps_the_last_ones_over_kills(engine: Any) -> None:
     """Line 6 has the parts of step 4, which only the state of step 5 knows after the kill."""
     flags = GAN | {"task__every": 4, "log__every_steps": 3, "checkpoint__every_steps": 5, "precision": "fp64"}
+    flags |= {"checkpoint__asynchronous": "false"}  # the kill finds the checkpoint of step 5
     engine.run("gan-parts-1", 1, **flags)
     engine.run("gan-parts-3", 3, **flags)
     assert engine.run("gan-parts-killed", 3, ["6 0 SIGKILL"], **flags)["step"] < 6
+    assert engine.station.run("gan-parts-killed").steps_saved() == [5]
     engine.resume("gan-parts-killed", 3)
     assert engine.outcome("gan-parts-killed") == engine.outcome("gan-parts-3")
     lines = parts_of(engine, "gan-parts-3")
