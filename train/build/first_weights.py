@@ -22,7 +22,7 @@ def _warn(line: str) -> None:
     log.warning("warning: %s", line)
 
 
-def mender(run: Run, task: Task, config: Config, tell: Callable[[str], object] = _warn) -> manifests.Mend:
+def mender(run: Run, task: Task, config: Config, *, tell: Callable[[str], object] = _warn) -> manifests.Mend:
     """Return a function that writes a damaged file of frozen weights again, from the first weights of a run. It builds
     a model.
 
@@ -40,7 +40,7 @@ def mender(run: Run, task: Task, config: Config, tell: Callable[[str], object] =
                 initial_weights.load(run.folder, model)
             entry = {"sha256": sha256, "size": size}
             names = frozen_names(model, config.freeze)
-            is_made = frozen.make_again(run, model.state_dict(), names, entry)
+            is_made = frozen.make_again(run, model.state_dict(), frozen=names, entry=entry)
         except (OSError, Refused) as error:
             tell(f"the frozen weights cannot be made again: {one_line(error)}")
             return False

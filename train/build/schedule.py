@@ -196,7 +196,7 @@ def check(task: Task, planned: Planned) -> None:
         factors(task, planned)(0)
 
 
-def factor_at(task: Task, planned: Planned, step: int, history: Sequence[Past]) -> float:
+def factor_at(task: Task, planned: Planned, *, step: int, history: Sequence[Past]) -> float:
     """Return the factor of the peak rate in a step, counted from 0, by the evaluations up to it."""
     return factors(task, planned, [line for line in history if line["step"] <= step])(step)
 
@@ -208,9 +208,9 @@ def moved(
     the configuration moves the schedule there; else None."""
     old, new = (functools.partial(factor_at, task, planned, history=history) for planned in (before, after))
     alike = [step - 1, *([step] if step < before.total_steps else [])]
-    if not step or all(math.isclose(old(at), new(at), rel_tol=1e-6) for at in alike):
+    if not step or all(math.isclose(old(step=at), new(step=at), rel_tol=1e-6) for at in alike):
         return None
-    return old(step - 1), new(step)
+    return old(step=step - 1), new(step=step)
 
 
 class Rates:

@@ -234,7 +234,7 @@ def fill(places: dict[str, Tensor], held: dict[str, Tensor]) -> None:
             place.copy_(value)
 
 
-def make_again(run: Run, weights: dict[str, Tensor], frozen: Iterable[str], entry: Entry) -> bool:
+def make_again(run: Run, weights: dict[str, Tensor], *, frozen: Iterable[str], entry: Entry) -> bool:
     """Write a damaged file again from a run's first weights. Returns whether its hash is that of the file.
 
     Args:

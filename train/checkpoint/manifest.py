@@ -206,7 +206,7 @@ def verified(run: Run, step: int, mend: Mend | None = None) -> dict[str, Any]:
 
 
 def newest_valid(
-    run: Run, sets_aside: bool = False, check: CheckFiles = check_files, mend: Mend | None = None
+    run: Run, *, sets_aside: bool = False, check: CheckFiles = check_files, mend: Mend | None = None
 ) -> tuple[int, dict[str, Any], list[str]]:
     """Return step and manifest of the newest whole checkpoint, or 0 and {}, and a line for each newer one that is not
     whole.

@@ -54,7 +54,7 @@ def run(options: Namespace, runs: Path) -> int:
     folders.enter(spec.cwd)
     with screen.results_alone():
         change = eval_fields.changing(run, spec, flags) if flags else None
-        step, samples, measured = evaluate_run(run, spec, wanted, change)
+        step, samples, measured = evaluate_run(run, spec, wanted, change=change)
     text = json.dumps({"step": step, "samples": samples, "eval": measured} | ({"fields": flags} if flags else {}))
     if options.json:
         print(text)

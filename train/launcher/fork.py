@@ -263,7 +263,7 @@ def _at_checkpoint(run: Run, step: int, code: _Code, model: nn.Module, config: C
         Refused: it does not fit.
     """
     told: list[str] = []
-    mend = mender(run, code.task, code.before, told.append)
+    mend = mender(run, code.task, code.before, tell=told.append)
     manifest, folder = manifests.verified(run, step, mend), run.checkpoint(step)
     changed = _changed(run, step, code, model, config)
     names = ", ".join(sorted(changed))

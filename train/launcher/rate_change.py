@@ -93,7 +93,7 @@ def _peak(run: Run, spec: Spec, task: Task, planned: Planned) -> float:
     """Return the peak learning rate of the first group, from the run's last line: the task's optimizer may set it."""
     line, fork = last_training(run), spec.forked_from
     if line is not None and line["step"] > (fork["step"] if fork else 0):
-        factor = factor_at(task, planned, line["step"] - 1, history(run))
+        factor = factor_at(task, planned, step=line["step"] - 1, history=history(run))
         if factor and line.get("lr"):
             return line["lr"] / factor
     return _base(planned.config)

@@ -53,7 +53,7 @@ def prepare_resume(run: Run, flags: dict[str, str], local: int, nodes: range = A
         config = configuration.with_flags(flags, settings=task.Settings, task_file=task.file, flat=before)
         check_changes(before, configuration.to_flat(config), what=f"cannot change {run.name}", way=fork_of(run, flags))
     told: list[str] = []
-    step, manifest, unused = manifests.newest_valid(run, mend=mender(run, task, kept, told.append))
+    step, manifest, unused = manifests.newest_valid(run, mend=mender(run, task, kept, tell=told.append))
     if manifest:
         what = f"{run.folder / 'config.toml'} does not fit the checkpoints of {run.name}"
         check_changes(removed.modern(manifest["config"]), configuration.to_flat(config), what=what)

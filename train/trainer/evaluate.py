@@ -247,7 +247,7 @@ def _warn(bad: Sequence[BadSample]) -> None:
 
 
 def evaluate_run(
-    run: Run, spec: Spec, step: int | None, change: Callable[[Task, Config], Config] | None = None
+    run: Run, spec: Spec, step: int | None, *, change: Callable[[Task, Config], Config] | None = None
 ) -> tuple[int, int, dict[str, float]]:
     """Evaluate a checkpoint of a run in this process. Returns its step, the number of samples and the figures.
 

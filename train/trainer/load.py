@@ -149,7 +149,7 @@ def _newest_valid(
 ) -> tuple[int, dict[str, Any]]:
     """Return the step and manifest of the newest whole checkpoint; 0 and {} without one. Warns of newer damaged
     ones."""
-    step, manifest, unused = manifests.newest_valid(run, sets_aside, check, mend)
+    step, manifest, unused = manifests.newest_valid(run, sets_aside=sets_aside, check=check, mend=mend)
     for line in unused:
         log.warning("warning: %s", line)
     return step, manifest

@@ -66,7 +66,7 @@ def on_ranks(folder: Path, action: Callable[[World], object]) -> list[str]:
 
 def newest(run: Run, world: World) -> object:
     made = Shares(run, world, lambda: None)
-    return made.on_first(lambda: manifests.newest_valid(run, False, made.check))
+    return made.on_first(lambda: manifests.newest_valid(run, check=made.check))
 
 
 @pytest.mark.parametrize("damaged", [[], [".metadata"], ["__0_0.distcp"], ["__3_0.distcp", "__1_0.distcp"], [*FILES]])
@@ -129,5 +129,5 @@ def test_signs_of_life_come_at_full_minutes(run: Run, monkeypatch: pytest.Monkey
         return digest(path, beat)
 
     monkeypatch.setattr(manifests, "file_digest", timed)
-    made.on_first(lambda: manifests.newest_valid(run, False, made.check))
+    made.on_first(lambda: manifests.newest_valid(run, check=made.check))
     assert signs == [130.0, 190.0]
