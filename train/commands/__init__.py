@@ -22,6 +22,8 @@ GROUPS = {
         "stop": "save a run, then stop it",
         "resume": "continue a stopped, interrupted or failed run",
         "keeper": "resume interrupted runs; save all runs on SIGTERM",
+        "mirror": "copy what the mirror of a run lacks",
+        "fetch": "bring a run back from its mirror",
         "archive": "pack a run into one file, to resume it on another machine",
         "mv": "rename a run, even while it trains",
         "rm": "delete runs that are not running",

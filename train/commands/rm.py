@@ -9,6 +9,7 @@ from pathlib import Path
 from .. import format, screen
 from ..cluster import jobs
 from ..errors import EXIT_FINISHED, Refused
+from ..mirror import state
 from ..run import folders
 from .options import add_names, matching
 from .parser import Parser
@@ -38,6 +39,7 @@ def run(options: Namespace, runs: Path) -> int:
                 raise Refused(f"{run.name} is running; stop it first: train stop {run.name}{also}")
             held.callback(lock.release)
         stays = [line for run in found if (line := jobs.remove_job(run))]
+        stays += [f"the mirror of {run.name} stays: {url}" for run in found if (url := state.read(run).url)]
         sizes = [sum(file.lstat().st_size for file in run.folder.rglob("*")) for run in found]
         for run in reversed(every):
             folders.delete_locked(run)

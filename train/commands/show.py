@@ -26,6 +26,7 @@ def add_arguments(parser: Parser) -> None:
 def run(options: Namespace, runs: Path) -> int:
     """Print the story, or the record as JSON."""
     from ..cluster import jobs
+    from ..mirror import state as mirror
     from ..run import best, folders
     from ..run.spec import spec_of
     from ..supervise import programs
@@ -39,5 +40,6 @@ def run(options: Namespace, runs: Path) -> int:
         return EXIT_FINISHED
     has_steps = programs.of(spec).reports_steps(record["attempts"])
     facts = best.facts(run, spec.best_by) if has_steps else {}
+    facts |= mirror.facts(run, record, str(spec.config.get(mirror.FIELD) or ""))
     print(json.dumps({**record, **facts}, indent=1))
     return EXIT_FINISHED

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import re
 import tomllib
 import typing
 from collections.abc import Mapping
@@ -158,6 +159,7 @@ def build(flat: dict[str, Any], settings: type | None = None, *, source: str = "
         inner[last] = value
     task = tree.pop("task", {})
     config = _checked(Config, tree, source)
+    _check_mirror(config.checkpoint.mirror, source)
     if config.epochs is None and config.steps is None:
         raise Refused(f"{source}neither epochs nor steps is set; give one of them")
     if config.steps is not None:
@@ -170,6 +172,20 @@ def build(flat: dict[str, Any], settings: type | None = None, *, source: str = "
         with of_settings(f"{source}Settings"):
             config.task = _checked(settings, _defaults(settings) | task, source, "task.", partial)
     return config
+
+
+def _check_mirror(url: str, source: str) -> None:
+    """Refuse a URL with a password, which would be kept in the run folder, and one that names no place of its own."""
+    field = f"{source}checkpoint.mirror"
+    if re.search(r"//[^/@]*:[^/]*@|[?#]", url):
+        way = (
+            "leave it out; the libraries read credentials from their own files and variables (~/.aws, ~/.ssh, HF_TOKEN)"
+        )
+        raise Refused(f"{field}: the URL holds a password or a query, and would be kept with the run; {way}")
+    if "::" in url:
+        raise Refused(f"{field} = {url!r}: chains of protocols are not supported; give one protocol://")
+    if url and "://" not in url and not url.startswith("/"):
+        raise Refused(f"{field} = {url!r}: give a URL such as s3://BUCKET/NAME, or the absolute path of a folder")
 
 
 def _defaults(settings: type) -> dict[str, Any]:

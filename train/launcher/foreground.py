@@ -27,6 +27,7 @@ from ..supervise import diagnose
 from ..supervise.attempts import Supervisor, supervise_alone, tail
 from ..supervise.decide import CODES, LaunchMode
 from ..supervise.ranks import TaskRanks
+from . import mirrored
 from .create_run import check_in_fork
 from .launches import NewRun
 from .request import ALONE, Plan
@@ -236,6 +237,7 @@ def open_under_torchrun(
         made = next((Run(runs / one) for one in ours), None)
     if made is None:
         plan = prepare(new, ranks=ranks, nodes=nodes, elsewhere=elsewhere)
+        plan.warnings += mirrored.check(new, plan)
         made = _create(new, plan, plan.record | {"torchelastic": job})
     lock = made.acquire(patience=30.0)  # the ranks of the attempt before may still be ending
     if lock is None:

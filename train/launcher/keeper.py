@@ -23,7 +23,7 @@ from ..run import folders, owner, ownership, run_folder, states
 from ..run.run_folder import Run
 from ..supervise import programs
 from ..zygote import client as zygote
-from . import resumable, stopping, tmux
+from . import mirrored, resumable, stopping, tmux
 from .launches import Resume
 
 LOOK_EVERY = 2.0
@@ -67,6 +67,8 @@ class _Care:
     def __init__(self) -> None:
         self.thread = threading.Thread()
         self.again_at, self.pause = 0.0, LOOK_EVERY
+        self.is_mirrored = False
+        """Whether this keeper has looked after the run's mirror. The agent of a live run does that."""
 
     def put_off(self) -> None:
         self.again_at = time.monotonic() + self.pause
@@ -157,6 +159,9 @@ def _look_after(run: Run, tell: _Log, ended: threading.Event, care: _Care) -> No
     try:
         with _at_once:
             _resume_if_interrupted(run, tell, ended)
+            if not care.is_mirrored and mirrored.complete_left_over(run, run.read()):
+                tell(run, "copying what its mirror lacks")
+        care.is_mirrored = True
         care.pause = LOOK_EVERY
     except tmux.Cancelled:
         tell(run, "not resumed, because the keeper is stopping; the next keeper resumes it")

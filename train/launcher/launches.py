@@ -23,6 +23,7 @@ from ..run.record import Record
 from ..run.run_folder import Lock, Run
 from ..signals import KEEPER, USER
 from ..supervise import programs
+from . import mirrored
 from .request import ALONE, Launch, OpenedRun, Plan, Request, numbers_of
 
 
@@ -244,7 +245,10 @@ def check(content: dict[str, Any]) -> Plan:
     """
     caches.provide()
     breakpoints.skip()
-    return from_json(content).check()
+    launch = from_json(content)
+    plan = launch.check()
+    plan.warnings += mirrored.check(launch, plan)
+    return plan
 
 
 def keep_gloo_at_home(ranks: int, nodes: range) -> list[str]:

@@ -28,6 +28,9 @@ _SETTINGS = re.compile(
     | (OMP | KMP | GOMP | MKL | OPENBLAS | ONEDNN | DNNL) \w*
     | (GLOO | UCX | FI | IBV | RDMAV | MLX5)_ \w*  # networks
     | (HF | TRANSFORMERS | TOKENIZERS | ACCELERATE | WANDB)_ \w*
+    # object stores: where, and where the secrets are
+    | AWS_(PROFILE | REGION | DEFAULT_REGION | ENDPOINT_URL(_S3)? | CONFIG_FILE | SHARED_CREDENTIALS_FILE | CA_BUNDLE)
+    | GOOGLE_APPLICATION_CREDENTIALS | GOOGLE_CLOUD_PROJECT | AZURE_STORAGE_ACCOUNT_NAME | FSSPEC_CONFIG_DIR
     """
 )
 """Names of variables that a resume restores, whatever the source mentions."""

@@ -20,6 +20,7 @@ from typing import Any
 
 from .. import faults, screen, signals
 from ..errors import EXIT_FAILED, Refused, one_line
+from ..mirror.process import Mirror
 from ..run import durable, metrics, outcome, run_folder, states
 from ..run.outcome import Outcome
 from ..run.progress_lines import fold
@@ -118,10 +119,12 @@ def supervise_alone(
             os.kill(pid, number)
 
     watch, this = program.health(spec, run.logs(number), [0], kill), os.getpid()
+    mirror = Mirror(run, spec)
 
     def listen() -> None:  # a thread, so that `train stop` works while this process trains
         while not over.wait(0.2):
             _read_stop_file(run, stop)
+            mirror.look()
             if stop.now:
                 kill(this, signal.SIGKILL)
             if stop.asked:
@@ -134,6 +137,8 @@ def supervise_alone(
         if line := end(reported).message:
             _say(line)
     run.clear_stop()
+    with contextlib.suppress(OSError, Refused):
+        mirror.finish(waits=run.read()["state"] == states.FINISHED, is_asked=lambda: stop.asked)
 
 
 def _say(text: str) -> None:
@@ -180,7 +185,7 @@ class Supervisor:
     def __post_init__(self) -> None:
         self._attempt, self._from_step, self._began, self._hang = 0, 0, 0.0, ""
         self._is_interrupted, self._program = False, programs.of(self.spec)
-        self._kills = memory.Kills()
+        self._kills, self._mirror = memory.Kills(), Mirror(self.run, self.spec)
 
     def keep(self) -> int:
         """Run attempts until the run ends or must not be restarted. Returns the exit code.
@@ -194,6 +199,11 @@ class Supervisor:
         with self._suspended_together():
             decision = self._run_attempts()
         self.run.clear_stop()
+        is_last = self.mode is LaunchMode.FOREGROUND or self.spec.is_submitted
+        self._mirror.finish(
+            waits=is_last and decision.state == states.FINISHED,
+            is_asked=lambda: self.stop.asked or bool(self.run.stop_asked()),
+        )
         return decision.code
 
     def _run_attempts(self) -> Decision:
@@ -263,6 +273,7 @@ class Supervisor:
                 ranks.signal(signal.SIGTERM)
                 is_asked = True
             watch.look(ranks.living, ranks.pids, ranks.exits, self.stop.asked)
+            self._mirror.look()
             self.show()
             if ranks.wait():
                 break

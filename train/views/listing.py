@@ -12,6 +12,7 @@ from typing import Any
 from .. import screen
 from ..errors import shortened
 from ..format import ago, duration, figure, figures
+from ..mirror import state as mirror
 from ..run.best import best, best_steps
 from ..run.record import Attempt, Record
 from ..run.run_folder import Run, seconds_of
@@ -117,6 +118,7 @@ def facts(run: Run, record: Record, spec: Spec) -> list[tuple[str, Any]]:
         ("folder", run.folder),
         ("checkpoints", ", ".join(f"step {step}" for step in sorted(run.steps_saved()))),
         ("best", top),
+        ("mirror", mirror.text(run, record, str(spec.config.get(mirror.FIELD) or ""))),
         ("wandb", sent.get("problem") or sent.get("url") or sent.get("id")),
     ]
 
