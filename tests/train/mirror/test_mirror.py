@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
 from pathlib import Path
 
 import fsspec
+import psutil
 import pytest
 
+from tests.waiting import eventually
 from train.checkpoint.manifest import manifest_text, sha256_of, verify
 from train.errors import Refused
 from train.mirror import remote, state
@@ -177,3 +180,81 @@ def test_a_wrong_url_is_refused_in_one_line(station, url, words):
     assert done.returncode == 2 and words in done.stderr and len(done.stderr.splitlines()) == 1, done.stderr
     assert "secret" not in done.stderr
     assert not (station.runs / "demo1").exists()
+
+
+def _mirror_processes(station) -> list[psutil.Process]:
+    found = []
+    for process in psutil.process_iter(["cmdline"]):
+        line = process.info["cmdline"] or []
+        if "train.mirror.process" in line and str(station.runs) in line[-1]:
+            found.append(process)
+    return found
+
+
+def _killed_fetched_resumed(station, url: str) -> None:
+    fields = ["--steps", 60, "--checkpoint.every_steps", 10]
+    station.ok("launch", "digits", "--name", "calm", *fields, "--follow")
+    station.ok(
+        "launch", "digits", "--name", "demo1", *fields, "--checkpoint.mirror", url, env={"TRAIN_FAULT": "step@0:35"}
+    )
+    first = eventually("a mirror process", lambda: _mirror_processes(station))[0]
+    eventually("a low priority", lambda: first.nice() == 19)
+    first.kill()
+    eventually("another mirror process", lambda: [one for one in _mirror_processes(station) if one.pid != first.pid])
+    station.wait_for_end("demo1")
+    eventually("the end of the copying", lambda: not _mirror_processes(station))
+    assert "complete, step 60" in station.ok("show", "demo1").stdout
+    # as if it had been killed at step 30
+    found, left_out, _ = fetch(url, station.folder / "elsewhere", None)
+    assert left_out == []
+    assert found.newest_checkpoint == 60
+    shutil.rmtree(station.runs / "demo1")
+    for step in (60, 50):
+        shutil.rmtree(found.checkpoint(step), ignore_errors=True)
+    record = json.loads((found.folder / "run.json").read_text())
+    (found.folder / "run.json").write_text(json.dumps(record | {"state": "running", "weights_sha256": None}))
+    assert found.state() == "copy"
+    station.ok("resume", "demo1", "--checkpoint.mirror", "", "--follow", "--runs", station.folder / "elsewhere")
+    assert found.read()["weights_sha256"] == station.record("calm")["weights_sha256"]
+
+
+@pytest.mark.minutes
+def test_a_killed_run_continues_elsewhere_with_the_same_bits(station, tmp_path):
+    _killed_fetched_resumed(station, str(tmp_path / "away"))
+
+
+@pytest.mark.minutes
+def test_a_killed_run_continues_from_a_real_s3_server(station, monkeypatch):
+    from moto.server import ThreadedMotoServer
+
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0)
+    server.start()
+    try:
+        host, port = server.get_host_and_port()
+        keys = {"AWS_ACCESS_KEY_ID": "a", "AWS_SECRET_ACCESS_KEY": "b", "AWS_ENDPOINT_URL": f"http://{host}:{port}"}
+        for name, value in keys.items():
+            monkeypatch.setenv(name, value)
+        fsspec.filesystem("s3").mkdir("bucket")
+        _killed_fetched_resumed(station, "s3://bucket/demo1")
+        kept = (station.folder / "elsewhere" / "demo1" / "environment.json").read_text()
+        assert "AWS_ENDPOINT_URL" in kept and "AWS_SECRET" not in json.loads(kept)["values"]
+    finally:
+        server.stop()
+
+
+@pytest.mark.minutes
+def test_a_broken_mirror_never_stops_a_run_and_is_shown(station, tmp_path):
+    away = tmp_path / "away"
+    station.ok(
+        "launch", "digits", "--name", "demo1", "--epochs", 1000, "--checkpoint.every_steps", 20,
+        "--checkpoint.mirror", away / "demo1",
+    )  # fmt: skip
+    shutil.rmtree(away, ignore_errors=True)
+    away.touch()
+    eventually("an error is shown", lambda: "fails (first" in station.ok("show", "demo1").stdout)
+    step = station.run("demo1").newest_checkpoint
+    eventually("training goes on", lambda: station.run("demo1").newest_checkpoint > step)
+    station.ok("stop", "demo1")
+    away.unlink()
+    assert "complete" in station.ok("mirror", "demo1").stderr
+    assert "stays" in station.ok("rm", "demo1").stderr
