@@ -74,7 +74,7 @@ def write_atomically(path: Path, content: str | bytes, durable: bool = True) -> 
         sync(path.parent)
 
 
-def flock(fd: int, how: int, path: Path, patience: float = 0.0) -> None:
+def flock(fd: int, how: int, path: Path, *, patience: float = 0.0) -> None:
     """Call flock(2); with LOCK_NB try again for `patience` seconds.
 
     Raises:

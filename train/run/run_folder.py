@@ -163,7 +163,9 @@ class Run:
         """Hold the lock on the folder. Raises BlockingIOError if it is not free within `patience` seconds."""
         folder = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY)
         try:
-            durable.flock(folder, fcntl.LOCK_EX | (0 if patience == math.inf else fcntl.LOCK_NB), self.folder, patience)
+            durable.flock(
+                folder, fcntl.LOCK_EX | (0 if patience == math.inf else fcntl.LOCK_NB), self.folder, patience=patience
+            )
             yield
         finally:
             with contextlib.suppress(OSError):
@@ -197,7 +199,7 @@ class Run:
         """
         fd = os.open(self.folder / "lock", os.O_WRONLY | os.O_CREAT, 0o644)  # not for reading: data/loader.py
         try:
-            durable.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB, self.folder, patience)
+            durable.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB, self.folder, patience=patience)
         except (BlockingIOError, Refused) as error:
             os.close(fd)
             if isinstance(error, Refused):
