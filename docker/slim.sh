@@ -9,6 +9,13 @@ uv pip uninstall --system --quiet mypy mypy-extensions librt ast-serialize paths
 # Data sets of Hugging Face and parquet files, which tests read and a person may add by pip: 0.28 GB.
 uv pip uninstall --system --quiet datasets pyarrow pandas huggingface-hub hf-xet httpx2 httpcore2 truststore multiprocess dill
 
+# The S3 server that tests start, and what only it needs: 0.07 GB. Of botocore, the services that are not storage and not
+# sign-in: 0.02 GB.
+uv pip uninstall --system --quiet moto flask flask-cors boto3 s3transfer responses py-partiql-parser xmltodict \
+    cryptography blinker itsdangerous
+find botocore/data -mindepth 1 -maxdepth 1 -type d ! -name 's3*' ! -name 'sts' ! -name 'sso*' ! -name 'signin' \
+    -exec rm -rf {} +
+
 # Debugging symbols, which nothing at run time reads; a third of Triton's compiler is left. NVIDIA's files stay as
 # they are.
 strip --strip-unneeded triton/_C/libtriton.so torch/lib/libtorch_cpu.so torch/lib/libtorch_cuda.so \

@@ -59,6 +59,8 @@ def warnings(
     """
     if not config.eval.first or not eval_sets:
         return []
+    if torch.cuda.is_initialized():  # a fork cannot use it again
+        return ["no first look at the evaluation: datasets() or model() has used a GPU"]
 
     def look() -> list[tuple[str, bool]]:
         try:

@@ -34,8 +34,8 @@ BASE = ("base.0.weight", "base.0.bias", "base.1.weight", "base.1.bias", "base.2.
 
 @pytest.fixture(scope="session")
 def adapted(engine: Any) -> Any:
-    """With two runs of ten steps: in `adapted` the frozen weights stay, in `moved` the teacher moves from step 5 on."""
-    for name, more in (("adapted", {}), ("moved", {"task__moves_from": 5})):
+    """With two runs of ten steps: in `adapted` the frozen weights stay, in `strayed` it moves from step 5 on."""
+    for name, more in (("adapted", {}), ("strayed", {"task__moves_from": 5})):
         assert engine.run(name, task=TASK, **FLAGS, **more)["state"] == "finished", engine.said(name)
     return engine
 
@@ -73,7 +73,7 @@ def test_a_checkpoint_has_only_what_moves_and_export_has_all(adapted: Any, tmp_p
 
 
 def test_what_moves_all_the_same_is_written_from_then_on(adapted: Any) -> None:
-    run = adapted.station.run("moved")
+    run = adapted.station.run("strayed")
     weights = {step: weights_in(run.checkpoint(step))["teacher.weight"] for step in run.steps_saved()}
     assert [step for step in sorted(weights) if "teacher.weight" in stored(run, step)] == [6, 8, 10]
     assert torch.equal(weights[2], weights[4]) and not torch.equal(weights[6], weights[8])
@@ -90,7 +90,7 @@ def test_what_moves_all_the_same_is_written_from_then_on(adapted: Any) -> None:
     ],
 )
 def test_killed_anywhere_and_resumed_it_ends_as_undisturbed(adapted: Any, ranks: int, fault: str) -> None:
-    whole, name = f"moved-{ranks}", f"moved-{ranks}-{fault.replace(':', '-')}"
+    whole, name = f"strayed-{ranks}", f"strayed-{ranks}-{fault.replace(':', '-')}"
     flags = FLAGS | {"task__moves_from": 5, "checkpoint__keep": 2}
     if not (adapted.station.runs / whole).exists():
         adapted.run(whole, ranks, task=TASK, **flags)
@@ -161,11 +161,12 @@ def test_a_damaged_shard_still_costs_one_checkpoint(copied: Run) -> None:
 
 def test_a_fork_carries_the_file_and_unfrozen_it_writes_all_and_removes_the_file(adapted: Any) -> None:
     (name,) = manifests.frozen_files(adapted.station.run("adapted"))
-    assert adapted.fork("adapted", "same", 8, steps=12)["state"] == "finished", adapted.said("same")
-    same = adapted.station.run("same")
+    assert adapted.fork("adapted", "frozen-same", 8, steps=12)["state"] == "finished", adapted.said("frozen-same")
+    same = adapted.station.run("frozen-same")
     assert manifests.frozen_files(same) == [name] and not stored(same, 12) & {*BASE}
-    assert adapted.fork("same", "more", 12, steps=16, freeze="down", checkpoint__keep=1)["state"] == "finished"
-    more = adapted.station.run("more")
+    record = adapted.fork("frozen-same", "frozen-more", 12, steps=16, freeze="down", checkpoint__keep=1)
+    assert record["state"] == "finished"
+    more = adapted.station.run("frozen-more")
     (other,) = manifests.frozen_files(more)
     assert other != name and not stored(more, 16) & {*BASE, "down.weight"}
     assert weights_sha256(weights_in(more.checkpoint(16))) == more.read()["weights_sha256"]
@@ -182,11 +183,11 @@ def test_a_run_starts_with_the_weights_of_a_checkpoint_that_refers_to_the_file(a
 
 def test_the_average_of_frozen_weights_is_left_out_too(adapted: Any) -> None:
     flags = FLAGS | {"ema__decay": 0.9}
-    adapted.run("averaged", task=TASK, **flags)
+    adapted.run("frozen-averaged", task=TASK, **flags)
     adapted.run("averaged-killed", task=TASK, fault="save.published@0:3", **flags)
     adapted.resume("averaged-killed")
-    assert adapted.outcome("averaged-killed") == adapted.outcome("averaged")
-    assert size_of(adapted.station.run("averaged").checkpoint(10)) < 70_000
+    assert adapted.outcome("averaged-killed") == adapted.outcome("frozen-averaged")
+    assert size_of(adapted.station.run("frozen-averaged").checkpoint(10)) < 70_000
 
 
 def test_equal_tensors_make_equal_files_and_any_change_shows(tmp_path: Path) -> None:

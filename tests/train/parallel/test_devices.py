@@ -230,13 +230,13 @@ def test_segments_grow_where_they_can_and_nobody_has_set_the_allocator(
 def test_ranks_share_the_cores_for_compiling(monkeypatch: pytest.MonkeyPatch) -> None:
     from torch._inductor import config as inductor
 
-    monkeypatch.setattr(inductor, "compile_threads", 7)
-    monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "5")
-    limit_compile_threads(2)
-    assert (os.environ["TORCHINDUCTOR_COMPILE_THREADS"], inductor.compile_threads) == ("5", 7)
-    monkeypatch.delenv("TORCHINDUCTOR_COMPILE_THREADS")
-    limit_compile_threads(2)
-    assert (os.environ.pop("TORCHINDUCTOR_COMPILE_THREADS"), inductor.compile_threads) == ("2", 2)
+    with inductor.patch(compile_threads=7):  # monkeypatch would remove the field at the end: it is in no __dict__
+        monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "5")
+        limit_compile_threads(2)
+        assert (os.environ["TORCHINDUCTOR_COMPILE_THREADS"], inductor.compile_threads) == ("5", 7)
+        monkeypatch.delenv("TORCHINDUCTOR_COMPILE_THREADS")
+        limit_compile_threads(2)
+        assert (os.environ.pop("TORCHINDUCTOR_COMPILE_THREADS"), inductor.compile_threads) == ("2", 2)
 
 
 def test_a_fork_that_cannot_use_a_gpu_any_more_is_found_before_ranks_are(

@@ -214,7 +214,7 @@ def test_what_a_task_prints_is_no_result_and_what_it_raises_is_said_in_one_line(
     assert done.stdout == "" and "imported" in done.stderr
     for state, command, words in (
         ("cut", ["eval", "a"], ["task.py, line ", "KeyError: 'corpus'"]),
-        ("others", ["eval", "a"], ["metrics must return the same names"]),
+        ("others", ["eval", "a"], ["metrics, and the parts of a loss, must have the same names"]),
         ("broken", ["eval", "a"], ["sample 0 of the evaluation set", "cannot identify image file 'x.jpg'"]),
         ("broken", ["export", "a", "--to", "a.onnx"], ["sample 0 of the evaluation set", "cannot identify"]),
     ):

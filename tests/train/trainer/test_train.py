@@ -20,7 +20,7 @@ from torch.distributed.fsdp import fully_shard
 
 from train.config import Config, Parallel
 from train.parallel.world import World
-from train.trainer import train
+from train.trainer import conclude
 
 pytestmark = pytest.mark.never_forgiven
 
@@ -30,7 +30,7 @@ def _end(rank: int, folder: Path) -> None:
     dist.init_process_group("gloo", f"file://{folder}/meet", limit, world_size=2, rank=rank)
     model = nn.Linear(4, 2)
     fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
-    real = train.weights_sha256
+    real = conclude.weights_sha256
 
     def slow(*given: Any) -> str:
         found = real(*given)
@@ -39,12 +39,12 @@ def _end(rank: int, folder: Path) -> None:
             (folder / "hashed").touch()
         return found
 
-    mock.patch.object(train, "weights_sha256", slow).start()
+    mock.patch.object(conclude, "weights_sha256", slow).start()
     job: Any = SimpleNamespace(
         strategy=SimpleNamespace(module=model), world=World(rank, size=2, local_rank=rank, device=torch.device("cpu")),
         optimizer=None, config=Config(parallel=Parallel(strategy="fsdp")), snapshots=SimpleNamespace(hold=lambda: None),
     )  # fmt: skip
-    digest = train.digest(job)
+    digest = conclude.digest(job)
     (folder / f"{rank}").write_text(f"{len(digest)} {(folder / 'hashed').exists()}")
     os._exit(0)
 
