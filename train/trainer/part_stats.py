@@ -65,9 +65,7 @@ class PartStats:
             self._add(number, parts)
 
     def fix(self, world: World) -> None:
-        """Fix the names by the losses of this step, if no step has. Then it is a collective."""
-        if self.names is not None:
-            return
+        """Fix the names by the losses of this step. A collective."""
         found = [names for names in world.gather(self._seen) if names is not None]
         for names in found:
             check_parts(found[0], names, self._what)
