@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import fcntl
 import json
 import os
 import time
@@ -69,13 +68,7 @@ def write(run: Run, state: State, is_durable: bool = False) -> None:
 
 def lock(run: Run) -> int | None:
     """Become the process that copies this run. Returns an open descriptor to keep; None: another process copies."""
-    fd = os.open(run.folder / LOCK, os.O_RDWR | os.O_CREAT, 0o600)
-    try:
-        durable.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB, run.folder)
-        return fd
-    except BlockingIOError:
-        os.close(fd)
-        return None
+    return durable.try_lock(run.folder / LOCK, 0o600)
 
 
 def wake(run: Run) -> None:
@@ -93,17 +86,7 @@ def mark(run: Run) -> int:
 
 def is_copying(run: Run) -> bool:
     """Whether a process copies this run now."""
-    try:
-        fd = os.open(run.folder / LOCK, os.O_RDONLY)
-    except OSError:
-        return False
-    try:
-        durable.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB, run.folder)
-        return False
-    except BlockingIOError:
-        return True
-    finally:
-        os.close(fd)
+    return durable.is_locked(run.folder / LOCK)
 
 
 def facts(run: Run, record: Record, url: str) -> dict[str, Any]:

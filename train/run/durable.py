@@ -96,6 +96,44 @@ def flock(fd: int, how: int, path: Path, *, patience: float = 0.0) -> None:
             ) from None
 
 
+def try_lock(path: Path, mode: int = 0o644, *, patience: float = 0.0) -> int | None:
+    """Lock a file, and make it if it is missing. Returns an open descriptor that holds the lock; None: another process
+    holds it.
+
+    Raises:
+        Refused: the file system has no locks.
+    """
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT, mode)  # not for reading: data/loader.py
+    try:
+        flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB, path.parent, patience=patience)
+    except (BlockingIOError, Refused) as error:
+        os.close(fd)
+        if isinstance(error, Refused):
+            raise
+        return None
+    return fd
+
+
+def is_locked(path: Path) -> bool:
+    """Whether a process holds the lock on a file.
+
+    Raises:
+        Refused: the file system has no locks.
+    """
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a pipe in its place would block
+    except OSError:
+        return False
+    try:
+        # shared, so that two observers do not disturb each other
+        flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB, path.parent)
+        return False
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(fd)
+
+
 def check_target(target: Path, suffixes: Sequence[str]) -> None:
     """Refuse a --to that cannot become a file.
 

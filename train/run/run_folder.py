@@ -178,18 +178,7 @@ class Run:
         Raises:
             Refused: the file system has no locks.
         """
-        try:
-            fd = os.open(self.folder / "lock", os.O_RDONLY | os.O_NONBLOCK)  # a pipe in its place would block
-        except OSError:
-            return False
-        try:
-            # shared, so that two observers do not disturb each other
-            durable.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB, self.folder)
-            return False
-        except BlockingIOError:
-            return True
-        finally:
-            os.close(fd)
+        return durable.is_locked(self.folder / "lock")
 
     def acquire(self, patience: float = 1.0) -> Lock | None:
         """Take the lock. Returns None if the run is alive. Waits a little, because observers hold it for microseconds.
@@ -197,15 +186,8 @@ class Run:
         Raises:
             Refused: the file system has no locks.
         """
-        fd = os.open(self.folder / "lock", os.O_WRONLY | os.O_CREAT, 0o644)  # not for reading: data/loader.py
-        try:
-            durable.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB, self.folder, patience=patience)
-        except (BlockingIOError, Refused) as error:
-            os.close(fd)
-            if isinstance(error, Refused):
-                raise
-            return None
-        return Lock(fd)
+        fd = durable.try_lock(self.folder / "lock", patience=patience)
+        return None if fd is None else Lock(fd)
 
     @contextlib.contextmanager
     def handing_over(self) -> Iterator[None]:
