@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ..build.loss import BatchValue, check_parts
+from ..parallel.overlap import DeviceTimer
 from ..parallel.world import World
 
 Parts = Mapping[str, BatchValue]
@@ -64,9 +65,16 @@ class PartStats:
         else:
             self._add(number, parts)
 
-    def fix(self, world: World) -> None:
-        """Fix the names by the losses of this step. A collective."""
-        found = [names for names in world.gather(self._seen) if names is not None]
+    def fix(self, world: World, communication: DeviceTimer) -> None:
+        """Fix the names by the losses of this step, if no step has. Then it is a collective.
+
+        Args:
+            communication: counts the wait for the other ranks.
+        """
+        if self.names is not None:
+            return
+        with communication.waiting():
+            found = [names for names in world.gather(self._seen) if names is not None]
         for names in found:
             check_parts(found[0], names, self._what)
         if found:

@@ -61,9 +61,8 @@ def step(job: Job, number: int, prefetch: Prefetch, stats_of: dict[str, StepStat
                     with job.precision.autocast():
                         loss = update.compute_loss(batch, len(micro.indices))
                     stats.add(micro.number, loss, is_repeated=micro.is_repeated)
-                if is_last and stats.parts.names is None:  # in the first step that has a loss
-                    with strategy.communication.waiting():
-                        stats.parts.fix(job.world)
+                if is_last:
+                    stats.parts.fix(job.world, strategy.communication)
                 weight = 0.0 if loss is None or micro.is_repeated else loss.weight / samples
                 strategy.backward(None if loss is None else loss.value, weight, stats.tensor() if is_last else None)
             del loss  # frees its graph before the next forward
