@@ -65,7 +65,7 @@ def warnings(
     def look() -> list[tuple[str, bool]]:
         try:
             known: set[str] = set()
-            problems = [*_problems(task, config, model, eval_sets, ranks, device.type, known)]
+            problems = [*_problems(task, config, model, eval_sets, ranks=ranks, device=device.type, known=known)]
             return problems or [*_unknown(task, config, named, known)]
         except Exception as error:  # what makes the look itself impossible; the run tells better
             return [(_said(task, error), False)]
@@ -90,7 +90,7 @@ def _unknown(task: Task, config: Config, named: Mapping[str, str], known: set[st
 
 
 def _problems(
-    task: Task, config: Config, model: nn.Module, eval_sets: Mapping[str, Any], ranks: int, device: str,
+    task: Task, config: Config, model: nn.Module, eval_sets: Mapping[str, Any], *, ranks: int, device: str,
     known: set[str],
 ) -> Iterator[tuple[str, bool]]:  # fmt: skip
     """Yield each problem in a line, and whether it would recur in the run. In a fork.

@@ -102,8 +102,7 @@ def prepare_resume(run: Run, flags: dict[str, str], local: int, nodes: range = A
     if micros < ranks:
         warnings.append(f"a step has {micros} micro batches for {ranks} ranks, so {ranks - micros} ranks have no work")
     warnings += rate_change.warnings(
-        run, spec, task, (kept, config), samples=found.samples, step=step, flags=flags,
-        is_fork=False,
+        run, spec, task, (kept, config), samples=found.samples, step=step, flags=flags, is_fork=False,
     )  # fmt: skip
     return config, warnings
 
