@@ -9,7 +9,8 @@ import importlib
 import os
 import signal
 import sys
-from typing import NoReturn
+from argparse import Namespace
+from typing import Any, NoReturn
 
 from . import __version__, caches, hash_seed, screen
 from .commands import COMMANDS, GROUPS
@@ -50,10 +51,8 @@ def main(argv: list[str] | None = None) -> NoReturn:
         code = _refusal(str(error))
     except BrokenPipeError:  # the reader of our output has seen enough
         code = EXIT_FINISHED
-    except OSError as error:  # not caught by the command: a run of another user, a full or read-only disk
-        code = _refusal(_GONE if error.errno == errno.ENOENT and _is_gone() else of_system(error))
-    except UnicodeEncodeError as error:  # a name with letters that the locale cannot encode
-        code = _refusal(of_encoding(error))
+    except (OSError, UnicodeEncodeError) as error:
+        code = _refusal(problem(error))
     except KeyboardInterrupt:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         _refusal("interrupted")
@@ -61,6 +60,14 @@ def main(argv: list[str] | None = None) -> NoReturn:
     finally:
         screen.drop_what_cannot_be_written()
     sys.exit(code)
+
+
+def problem(error: OSError | UnicodeEncodeError) -> str:
+    """Return what is wrong and what to do, for an error that no command expects."""
+    if isinstance(error, UnicodeEncodeError):  # a name with letters that the locale cannot encode
+        return of_encoding(error)
+    # a run of another user, a full or read-only disk
+    return _GONE if error.errno == errno.ENOENT and _is_gone() else of_system(error)
 
 
 def _refusal(line: str) -> int:
@@ -101,13 +108,24 @@ def _main(arguments: list[str]) -> int:
 
 
 def _carry_out(command: str, arguments: list[str], given: list[str]) -> int:
-    from .commands.parser import parse, parser_of, runs_folder
+    from .commands.parser import parse, parser_of
 
     options = parse(parser_of(command), arguments)
-    if command in _STARTING and _is_gone():
-        raise Refused(_GONE)
     if command in _COMPUTING or (command == "run" and is_under_torchrun()):
         hash_seed.restart_with_seed(given)
+    return int(carry_out(command, options))
+
+
+def carry_out(command: str, options: Namespace, function: str = "run") -> Any:
+    """Check what every command needs, and call a function of its module with the options and the folder of runs.
+
+    Raises:
+        Refused: the folder of runs is not usable, or the function refuses the request.
+    """
+    from .commands.parser import runs_folder
+
+    if command in _STARTING and _is_gone():
+        raise Refused(_GONE)
     if command in _IN_THIS_PROCESS:
         caches.provide()
     runs = runs_folder(options.runs)
@@ -116,7 +134,7 @@ def _carry_out(command: str, arguments: list[str], given: list[str]) -> int:
 
         owner.check_runs(runs)
     module = importlib.import_module(f".commands.{command}", __package__)
-    return int(module.run(options, runs))
+    return getattr(module, function)(options, runs)
 
 
 def _is_gone() -> bool:

@@ -40,6 +40,13 @@ def add_arguments(parser: Parser) -> None:
 
 def run(options: Namespace, runs: Path) -> int:
     """Start the new run inside tmux and print its name; with --follow, show it until it ends."""
+    name = start(options, runs)
+    print(name, flush=True)
+    return follow(runs, name) if options.follow else EXIT_FINISHED
+
+
+def start(options: Namespace, runs: Path) -> str:
+    """Start the new run inside tmux, for the command and for Python. Return its name."""
     from .. import config, tasks
     from ..launcher.launches import Fork
     from ..run import best, folders, owner
@@ -69,5 +76,4 @@ def run(options: Namespace, runs: Path) -> int:
     code = f", with the code of {options.task}" if task else ""
     begins = f"continues from {of.name} after step {step}" if step else f"starts at step 0: {of.name} has no checkpoint"
     screen.remark(f"{name} {begins}{code}")
-    print(name, flush=True)
-    return follow(runs, name) if options.follow else EXIT_FINISHED
+    return name

@@ -43,6 +43,13 @@ def add_arguments(parser: Parser) -> None:
 
 def run(options: Namespace, runs: Path) -> int:
     """Start the run inside tmux and print its name; with --follow, show it until it ends."""
+    runs, name = start(options, runs)
+    print(name, flush=True)
+    return follow(runs, name) if options.follow else EXIT_FINISHED
+
+
+def start(options: Namespace, runs: Path) -> tuple[Path, str]:
+    """Start the run inside tmux, for the command and for Python. Return the folder of its runs, and its name."""
     from ..launcher.launches import NewRun, NewScript, runs_of_node
     from ..run import folders
 
@@ -65,8 +72,7 @@ def run(options: Namespace, runs: Path) -> int:
     record = folders.find(runs, name).read()
     for line in (*record.get("init", ()), *filter(None, [record.get("precision_reason")])):
         screen.remark(line)
-    print(name, flush=True)
-    return follow(runs, name) if options.follow else EXIT_FINISHED
+    return runs, name
 
 
 def _check(options: Namespace, request: Request, runs: Path) -> None:

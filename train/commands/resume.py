@@ -42,7 +42,9 @@ def run(options: Namespace, runs: Path) -> int:
     if options.all and (options.follow or options.flags or options.nnodes is not None):
         raise Refused("--all takes neither --follow nor fields; resume each run by its name: train resume NAME")
     if not options.all:
-        begun = _resume(options, runs, options.name)
+        begun = start(options, runs)
+        if begun is not None:
+            screen.say(options.name, sys.stdout)
         return follow(begun, options.name) if begun is not None and options.follow else EXIT_FINISHED
     code = EXIT_FINISHED
     found = {run.name: is_resumable(run) for run in folders.every(runs)}
@@ -52,16 +54,18 @@ def run(options: Namespace, runs: Path) -> int:
     if not names:
         screen.say(f"no run in {runs} was interrupted; to continue a stopped or failed run: train resume NAME")
     for name in names:
+        options.name = name
         try:
-            _resume(options, runs, name)
+            if start(options, runs) is not None:
+                screen.say(name, sys.stdout)
         except Refused as error:
             screen.remark(f"{name}: {error}")
             code = EXIT_REFUSED
     return code
 
 
-def _resume(options: Namespace, runs: Path, name: str) -> Path | None:
-    """Start one run and print its name. Return the folder of its runs; None if the run has finished already.
+def start(options: Namespace, runs: Path) -> Path | None:
+    """Start one run, for the command and for Python. Return the folder of its runs; None: it has finished already.
 
     Raises:
         Refused: the run is running, or cannot be resumed with these options.
@@ -71,6 +75,7 @@ def _resume(options: Namespace, runs: Path, name: str) -> Path | None:
     from ..launcher.resumable import check_flags, nothing_left
     from ..run import folders, owner
 
+    name = options.name
     runs = folders.of_this_machine(runs, name, number("node-rank", options.node_rank))
     run = folders.find(runs, name)
     owner.opened(run)
@@ -83,7 +88,6 @@ def _resume(options: Namespace, runs: Path, name: str) -> Path | None:
             screen.say(f"{name} has finished already; for more: train resume {name} --epochs N")
             return None
         screen.remark(said)
-        screen.say(name, sys.stdout)
         return runs
     if said := nothing_left(run, options.flags):
         screen.say(said)
@@ -97,7 +101,6 @@ def _resume(options: Namespace, runs: Path, name: str) -> Path | None:
         max_restarts=number("max-restarts", options.max_restarts), keep_env=options.keep_env or [],
     )  # fmt: skip
     warn(launch.start())
-    screen.say(name, sys.stdout)
     return runs
 
 

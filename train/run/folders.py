@@ -10,6 +10,7 @@ import os
 import re
 import shutil
 import socket
+import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,9 @@ from .states import CREATED
 
 NODES = ".nodes"
 """Folder beside the run folders for those of the nodes other than node 0, if all nodes share a disk."""
+_naming = threading.Lock()
+_named: set[Path] = set()
+"""Folders of the names that `fresh_name` has returned; the runs may not exist yet."""
 _NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,62}[A-Za-z0-9_-])?")
 
 
@@ -91,13 +95,18 @@ def check_free(runs: Path, name: str) -> None:
 
 
 def fresh_name(runs: Path, stem: str) -> str:
-    """Return a free name in `runs`: the stem, the time, and a number if necessary."""
+    """Return a free name in `runs`: the stem, the time, and a number if necessary.
+
+    No two calls in this process return the same name: threads may launch runs at the same time.
+    """
     stem = re.sub(r"[^A-Za-z0-9._-]+", "-", stem).strip("-_.")[:40] or "run"
     name = first = f"{stem}-{datetime.datetime.now():%Y%m%d-%H%M%S}"
     number = 1
-    while os.path.lexists(runs / name):
-        number += 1
-        name = f"{first}-{number}"
+    with _naming:
+        while os.path.lexists(runs / name) or runs / name in _named:
+            number += 1
+            name = f"{first}-{number}"
+        _named.add(runs / name)
     return name
 
 
