@@ -1,10 +1,10 @@
 """`python -m benchmarks.loop`: what a step costs beyond the model's arithmetic.
 
 The same model, loss, data, batch size and optimizer are used in hand-written loops (one indexes tensors, one uses a
-DataLoader), in the engine with a run folder and every default feature on, and in the trainers that are installed (`pip
-install lightning accelerate`: the extra `bench`). Each run is one process with one rank and one thread. The figure is
-CPU time of all threads over stretches of some thousand steps, the least of all stretches of all runs: other work on the
-machine takes caches and clock, so it can only add time.
+DataLoader), in the engine with a run folder and every default feature on, and in the trainers that are installed (the
+extra `libraries`, as after `make setup`). Each run is one process with one rank and one thread. The figure is CPU time
+of all threads over stretches of some thousand steps, the least of all stretches of all runs: other work on the machine
+takes caches and clock, so it can only add time.
 """
 
 from __future__ import annotations

@@ -9,6 +9,10 @@ uv pip uninstall --system --quiet mypy mypy-extensions librt ast-serialize paths
 # Data sets of Hugging Face and parquet files, which tests read and a person may add by pip: 0.28 GB.
 uv pip uninstall --system --quiet datasets pyarrow pandas huggingface-hub hf-xet httpx2 httpcore2 truststore multiprocess dill
 
+# Libraries whose loops a session makes exact, which tests run and a person may add by pip: 0.1 GB.
+uv pip uninstall --system --quiet lightning pytorch-lightning lightning-utilities torchmetrics accelerate transformers \
+    tokenizers regex typer shellingham annotated-doc
+
 # The S3 server that tests start, and what only it needs: 0.07 GB. Of botocore, the services that are not storage and not
 # sign-in: 0.02 GB.
 uv pip uninstall --system --quiet moto flask flask-cors boto3 s3transfer responses py-partiql-parser xmltodict \

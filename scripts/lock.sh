@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Writes requirements.lock from pyproject.toml: every extra except bench (other trainers, for comparison), Python 3.11
-# and later, with hashes, without the address of an index. It keeps known versions. `make lock ARGS=--upgrade` updates
-# all, `make lock ARGS="-P numpy"` updates one.
+# Writes requirements.lock from pyproject.toml: all extras, Python 3.11 and later, with hashes, without the
+# address of an index. It keeps known versions. `make lock ARGS=--upgrade` updates all, `make lock ARGS="-P numpy"`
+# updates one.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -21,13 +21,9 @@ uv_like_pip python
 unset UV_FIND_LINKS UV_INDEX UV_EXTRA_INDEX_URL UV_CONSTRAINT UV_OVERRIDE
 export UV_NO_CONFIG=1
 
-mapfile -t extras < <(python3 -c 'import tomllib
-for extra in tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]:
-    if extra != "bench": print(f"--extra={extra}")')
-
 cp requirements.lock "$work/requirements.lock" 2>/dev/null || true
 echo "$pins" >"$work/pins.txt"
-uv pip compile pyproject.toml --quiet "${extras[@]}" --universal --python-version 3.11 --generate-hashes \
+uv pip compile pyproject.toml --quiet --all-extras --universal --python-version 3.11 --generate-hashes \
     --no-emit-index-url --no-emit-find-links --annotation-style line \
     --constraints "$work/pins.txt" --custom-compile-command 'make lock' -o "$work/requirements.lock" "$@"
 
