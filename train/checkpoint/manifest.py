@@ -148,6 +148,21 @@ def check_files(folder: Path, files: Files, beat: Callable[[], None] = lambda: N
     return found
 
 
+def files_below(folder: Path) -> list[str]:
+    """Return the paths of all files below a folder, relative to it. A library's checkpoint may have subfolders.
+
+    Raises:
+        OSError: the system cannot read the folder.
+    """
+    found = []
+    for entry in sorted(os.scandir(folder), key=lambda entry: entry.name):
+        if entry.is_dir(follow_symlinks=False):
+            found += [f"{entry.name}/{name}" for name in files_below(Path(entry.path))]
+        else:
+            found.append(entry.name)
+    return found
+
+
 def verify(folder: Path, check: CheckFiles = check_files) -> dict[str, Any]:
     """Verify a checkpoint: exactly its files are there, with every byte as written. Returns the manifest.
 
@@ -162,7 +177,7 @@ def verify(folder: Path, check: CheckFiles = check_files) -> dict[str, Any]:
     """
     manifest = read_manifest(folder)
     try:
-        present = {name for name in os.listdir(folder) if name != MANIFEST}
+        present = set(files_below(folder)) - {MANIFEST}
     except OSError as error:
         raise Unreadable(f"it cannot be read: {error.strerror}") from None
     for name in sorted(manifest["files"].keys() - present):

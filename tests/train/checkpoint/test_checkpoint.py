@@ -98,6 +98,22 @@ def test_any_damage_to_any_file_is_named_and_the_older_checkpoint_is_used(copied
     assert manifests.newest_valid(copied)[0] == 10
 
 
+def test_files_in_subfolders_belong_to_a_checkpoint_too(copied: Run) -> None:
+    folder = copied.checkpoint(10)
+    manifest = manifests.read_manifest(folder)
+    inside = folder / "adapter" / "manifest.json"
+    inside.parent.mkdir()
+    inside.write_text("weights")
+    with pytest.raises(ValueError, match=r"adapter/manifest\.json does not belong to it"):
+        manifests.verify(folder)
+    manifest["files"]["adapter/manifest.json"] = manifests.file_digest(inside)
+    (folder / "manifest.json").write_text(manifests.manifest_text(manifest))
+    manifests.verify(folder)
+    inside.unlink()
+    with pytest.raises(ValueError, match=r"adapter/manifest\.json is missing"):
+        manifests.verify(folder)
+
+
 def test_a_flipped_bit_of_the_manifest_is_found(copied: Run) -> None:
     path = copied.checkpoint(10) / "manifest.json"
     content = path.read_bytes()
