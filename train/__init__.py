@@ -1,7 +1,7 @@
 """Trainstation: exact, unkillable, observable training runs.
 
 Importing this package imports no torch: `train ls`, `train show` and `--help` answer at once. A task may use
-`train.gather`, `train.progress` and `train.shards`.
+`train.gather`, `train.progress` and `train.shards`. Python starts and finds runs by `launch`, `find` and `runs`.
 """
 
 import importlib
@@ -13,6 +13,8 @@ __version__ = "0.1.0"
 
 
 _FOR_TASKS = {"gather": ".parallel.gather", "progress": ".data.progress", "shards": ".data.shards"}
+_FOR_PYTHON = ("launch", "find", "runs", "Run", "Refused")
+"""Names of api.py. They are always this package's own, so that `Refused` is what `launch` raises."""
 
 
 def _running(module: str) -> Any:
@@ -28,4 +30,6 @@ def _running(module: str) -> Any:
 def __getattr__(name: str) -> Any:
     if name in _FOR_TASKS:
         return getattr(_running(_FOR_TASKS[name]) or importlib.import_module(_FOR_TASKS[name], __name__), name)
+    if name in _FOR_PYTHON:
+        return getattr(importlib.import_module(".api", __name__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

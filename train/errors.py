@@ -62,6 +62,10 @@ class Refused(Exception):
         super().__init__(shortened(_plain(str(message))))
         self.passes = passes
 
+    def _render_traceback_(self) -> list[str]:
+        """Return what IPython prints in place of a traceback."""
+        return [f"Refused: {self}"]
+
     def __reduce__(self) -> tuple[type[Refused], tuple[str, bool]]:
         """Pickle without the cause, for sending between processes."""
         return type(self), (str(self), may_pass(self))

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 from argparse import Namespace
 from pathlib import Path
+from typing import TextIO
 
 from .completion_values import words
 from .options import add_name
@@ -27,9 +29,22 @@ def add_arguments(parser: Parser) -> None:
 
 def run(options: Namespace, runs: Path) -> int:
     """Print the output; with --follow until the run ends, with its exit code."""
+    return _print(options, runs)
+
+
+def text(options: Namespace, runs: Path) -> str:
+    """Return the output, for Python."""
+    stream = io.TextIOWrapper(io.BytesIO(), "utf-8", "replace", write_through=True)
+    _print(options, runs, stream)
+    stream.seek(0)
+    return stream.read()
+
+
+def _print(options: Namespace, runs: Path, stream: TextIO | None = None) -> int:
     from ..run import folders
     from ..views.logs import ALL, print_log
 
     rank = number("rank", options.rank) or 0
     attempt = ALL if options.attempt == "all" else number("attempt", options.attempt, 1)
-    return print_log(folders.find(runs, options.name), rank=rank, attempt=attempt, go_on=options.follow)
+    run = folders.find(runs, options.name)
+    return print_log(run, rank=rank, attempt=attempt, go_on=options.follow, stream=stream)

@@ -83,7 +83,7 @@ def run(options: Namespace, runs: Path) -> int:
     _check_names("--columns", columns, records)
     _check_names("--sort", (options.sort,), records)
     if options.state is not None:
-        records = _in_states(options.state, records)
+        records = in_states(options.state, records)
     records = _ordered(records, options.sort, limit, options.reverse)
     if options.csv:
         rows = [[value(record, column, repr) for column in columns] for record in records]
@@ -116,7 +116,7 @@ def _check_names(option: str, names: tuple[str, ...], records: list[Record]) -> 
             raise Refused(f"{option} {name}: no run here has this column{hint}")
 
 
-def _in_states(wanted: str, records: list[Record]) -> list[Record]:
+def in_states(wanted: str, records: list[Record]) -> list[Record]:
     """Return the records in one of these states, given with commas. Raises Refused for an unknown state."""
     among = [state.strip() for state in wanted.split(",")]
     for state in among:

@@ -116,7 +116,7 @@ class Parser(argparse.ArgumentParser):
             add = (first if name in _FIRST else groups[of]).add_argument
             is_shown = name in self.only_fields if self.only_fields else info.may_change or not is_resume
             text = one_line(info.help).replace("%", "%%") if is_shown else SUPPRESS
-            action = add(f"--{name}", action=_Field, metavar=kind + default, help=text)
+            action = add(f"--{name}", action=Field, metavar=kind + default, help=text)
             self._known(action, words(*choices) if choices else None)
 
     def flag(self, name: str) -> Action:
@@ -127,7 +127,7 @@ class Parser(argparse.ArgumentParser):
         """
         plain = name.replace("-", "_")
         if plain not in self.flags and self.takes_fields and plain.startswith(("task.", "optim.args.")):
-            self.add_argument(f"--{plain}", action=_Field, help="known to the task or to torch only")
+            self.add_argument(f"--{plain}", action=Field, help="known to the task or to torch only")
         if plain not in self.flags:
             from ..config import removed  # late: most commands take no fields
 
@@ -148,7 +148,7 @@ class Parser(argparse.ArgumentParser):
         raise Refused(f"{text}{near}" if near else f"{text}; see: {self.prog} --help")
 
 
-class _Field(Action):
+class Field(Action):
     """Stores the text of a config field in `flags`."""
 
     def __init__(self, **kwargs: Any) -> None:

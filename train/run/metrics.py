@@ -232,6 +232,8 @@ _LAST = 1 << 14
 """Bytes at the end of metrics.jsonl in which to look first for the last training line; a line has about 200."""
 _RECENT = 1 << 19
 """Bytes at the end of metrics.jsonl that count as recent."""
+_PIECES = 64
+"""Number of pieces of a long file that `sampled` reads."""
 
 
 def last_training(run: Run) -> Training | None:
@@ -261,6 +263,20 @@ def recent(run: Run) -> list[Line]:
     lines = list(_parsed(_last_texts(run, _RECENT)))
     is_part = run.metrics.exists() and run.metrics.stat().st_size > _RECENT
     return [line for line in lines if not is_part or line["step"] > lines[0]["step"]]
+
+
+def sampled(run: Run) -> list[Line]:
+    """Return the lines of the whole run, about 2,000 at most: of a long file only pieces at equal distances."""
+    lines: list[Line] = []
+    with contextlib.suppress(OSError), durable.open_regular(run.metrics) as file:
+        size = os.fstat(file.fileno()).st_size
+        pieces = 1 if size <= _RECENT else _PIECES
+        length = size if pieces == 1 else _RECENT // pieces
+        for number in range(pieces):
+            file.seek(begin := number * (size - length) // max(pieces - 1, 1))
+            texts = file.read(length).splitlines(keepends=True)
+            lines += _parsed(text for text in texts[begin > 0 :] if text.endswith(b"\n"))
+    return lines
 
 
 def _last_texts(run: Run, most: int) -> list[bytes]:

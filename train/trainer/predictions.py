@@ -35,8 +35,11 @@ class Predictions:
     alone has no name.
     """
 
-    def __init__(self, task: Task, world: World) -> None:
+    def __init__(self, task: Task, world: World, made_by: str = "") -> None:
+        """`made_by`: what returns them, for messages; '': the task's `predict`, if it has one."""
         self._task, self._world = task, world
+        self._what = f"{made_by or 'predict'} in {task.file}"
+        self._are_made = bool(made_by) or task.predict is not None
         self._new: list[tuple[int, dict[str, Any]]] = []
         """Maps the number of a micro batch to predictions that rank 0 does not have yet."""
         self._all: dict[int, dict[str, Any]] = {}
@@ -52,7 +55,7 @@ class Predictions:
         Raises:
             TrainingFailed: this is not one prediction per sample.
         """
-        what = f"predict in {self._task.file} must"
+        what = f"{self._what} must"
         made = {_ALONE: made} if isinstance(made, list) else made
         if not isinstance(made, dict) or not made:
             raise TrainingFailed(f"{what} return a dict from names to tensors or lists, got {kind_of(made)}")
@@ -67,7 +70,7 @@ class Predictions:
 
     def collect(self) -> None:
         """Send rank 0 the predictions that it does not have yet. A collective."""
-        if self._task.predict is not None:
+        if self._are_made:
             for part in self._world.gather_on_first(self._new):
                 self._all.update(part)
             self._new = []
@@ -92,7 +95,7 @@ class Predictions:
         return figures
 
     def _computed(self, seed: int, prefix: str) -> dict[str, float]:
-        task, whole = self._task, self._joined()
+        task, whole = self._task, self.joined()
         assert task.compute_metrics is not None
         if not whole:
             return {}
@@ -124,19 +127,19 @@ class Predictions:
             raise TrainingFailed(f"{function} gives a picture {name}, as images does; give it another name")
         return figures
 
-    def _joined(self) -> dict[str, Any]:
+    def joined(self) -> dict[str, Any]:
         """Return all predictions in the order of the dataset. Works name by name, so that only one is in memory
         twice."""
         parts = [self._all.pop(number) for number in sorted(self._all)]
         if any(part.keys() != parts[0].keys() for part in parts):
-            raise TrainingFailed(f"predict in {self._task.file} must return the same names for every batch")
+            raise TrainingFailed(f"{self._what} must return the same names for every batch")
         whole: dict[str, Any] = {}
         for name in list(parts[0]) if parts else ():
             values = [part.pop(name) for part in parts]
             kinds = {kind_of(value[:0]) for value in values}
             if len(kinds) > 1:
                 raise TrainingFailed(
-                    f"predict in {self._task.file} gives {name} in several forms, {' and '.join(sorted(kinds)[:2])} "
+                    f"{self._what} gives {name} in several forms, {' and '.join(sorted(kinds)[:2])} "
                     "(0: samples); give all one shape, or return a list with one item a sample"
                 )
             is_list = isinstance(values[0], list)

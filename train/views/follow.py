@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import datetime
+import math
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from typing import Protocol
 
 from .. import screen
 from ..cluster import jobs
@@ -34,23 +36,48 @@ def follow(run: Run, rank: int = 0) -> int:
     that its engine queues again has not ended. Ctrl-C ends only the following.
     """
     record = run.read_effective()
-    is_job = jobs.is_submitted(record)
-    if not is_job:
+    if not jobs.is_submitted(record):
         run = run.held()  # the run may be renamed in the meantime
-    shows_log = is_job or programs.of_record(record).shows_log
-    view = LiveView(run, sys.stdout if is_job else sys.stderr, show_log=shows_log)
+    view = view_of(run, record)
     try:
-        record = _watch_job(run, record, view, rank) if is_job else _watch(run, record, view)
+        record = watch(run, record, view, rank=rank)
     except KeyboardInterrupt:
         return _leave_alone(run, view)
     view.close()
     return _tell_end(run, record)
 
 
-def _watch(run: Run, record: Record, view: LiveView) -> Record:
+class View(Protocol):
+    """Shows the progress of a run."""
+
+    def update(self, record: Record) -> None: ...
+    def say(self, text: str) -> None: ...
+
+
+def view_of(run: Run, record: Record) -> LiveView:
+    """Return the view of a run in a terminal."""
+    is_job = jobs.is_submitted(record)
+    shows_log = is_job or programs.of_record(record).shows_log
+    return LiveView(run, sys.stdout if is_job else sys.stderr, show_log=shows_log)
+
+
+def watch(run: Run, record: Record, view: View, *, rank: int = 0, timeout: float = math.inf) -> Record:
+    """Show a run until it ends. Return its last record, with the effective state.
+
+    Args:
+        rank: the rank whose log a cluster shows.
+        timeout: seconds after which to return although the run has not ended.
+    """
+    until = time.monotonic() + timeout
+    return _watch_job(run, record, view, rank, until) if jobs.is_submitted(record) else _watch(run, record, view, until)
+
+
+def _watch(run: Run, record: Record, view: View, until: float) -> Record:
     """Show a run of this station until it ends. Return its final record."""
     show_change = _Changes(view.say)
     while record["state"] in (states.RUNNING, states.CREATED):
+        if time.monotonic() > until:
+            return record
         view.update(record)
         if record.get("reason"):  # a running run with a reason waits for other machines
             show_change(record["reason"])
@@ -62,7 +89,7 @@ def _watch(run: Run, record: Record, view: LiveView) -> Record:
     return record
 
 
-def _watch_job(run: Run, record: Record, view: LiveView, rank: int) -> Record:
+def _watch_job(run: Run, record: Record, view: View, rank: int, until: float) -> Record:
     """Show a submitted run until it has ended. Return its final record."""
     engine = jobs.engine_of(record)
     is_elsewhere, since = engine.logs(record, rank) is not None, ""
@@ -83,6 +110,7 @@ def _watch_job(run: Run, record: Record, view: LiveView, rank: int) -> Record:
                 since = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
         if is_over:
             _wait_until_dead(run)
+        if is_over or time.monotonic() > until:
             return record
         time.sleep(_LOOK_EVERY if run.alive() else _ASK_EVERY)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from pathlib import Path
+from typing import TextIO
 
 from .. import screen
 from ..cluster import jobs
@@ -22,7 +23,7 @@ _ASK_EVERY = 2.0
 """Seconds between two queries to a cluster's engine."""
 
 
-def print_log(run: Run, *, rank: int, attempt: int | None, go_on: bool) -> int:
+def print_log(run: Run, *, rank: int, attempt: int | None, go_on: bool, stream: TextIO | None = None) -> int:
     """Print the output of a rank; with `go_on` also what is written until the run ends.
 
     Of a line that is redrawn, such as a progress bar, the last state is printed. A terminal that follows shows it
@@ -30,24 +31,25 @@ def print_log(run: Run, *, rank: int, attempt: int | None, go_on: bool) -> int:
 
     Args:
         attempt: number of the attempt, counted from 1, or ALL; None: the last one, and with `go_on` later ones.
+        stream: where to print; None: standard output.
 
     Raises:
         Refused: the run has no such attempt or rank.
     """
-    record = run.read()
+    record, stream = run.read(), stream or sys.stdout
     if not jobs.is_submitted(record):
-        return _print_files(run, rank, attempt, go_on)
+        return _print_files(run, rank, attempt, go_on, stream)
     command = jobs.engine_of(record).logs(record, rank)
     if command is None:
         while go_on and jobs.status(run, lambda _: None)["state"] == states.QUEUED:
             time.sleep(_ASK_EVERY)
-        return _print_files(_of_rank(run, rank), rank, attempt, go_on)
+        return _print_files(_of_rank(run, rank), rank, attempt, go_on, stream)
     if attempt is not None:
         raise Refused(f"--attempt: the engine keeps only the output of the last pods of {run.name}; leave it out")
     if go_on:
         return follow(run, rank)
-    sys.stdout.write(call(*command))
-    sys.stdout.flush()
+    stream.write(call(*command))
+    stream.flush()
     return EXIT_FINISHED
 
 
@@ -57,7 +59,7 @@ def _of_rank(run: Run, rank: int) -> Run:
     return found[0] if found else run
 
 
-def _print_files(run: Run, rank: int, attempt: int | None, go_on: bool) -> int:
+def _print_files(run: Run, rank: int, attempt: int | None, go_on: bool, stream: TextIO) -> int:
     """Print the output of a rank whose logs are in this run folder; arguments as in `print_log`."""
     if not _last(run):
         if not go_on:
@@ -70,7 +72,7 @@ def _print_files(run: Run, rank: int, attempt: int | None, go_on: bool) -> int:
     while True:
         path = run.logs(number) / f"rank{rank}.log"
         if path.exists():
-            _print(run, path, number, go_on)
+            _print(run, path, number, go_on, stream)
         elif (attempt or number >= _last(run)) and not (go_on and run.alive()):  # an earlier attempt may lack it
             _refuse(run, number, rank)
         if attempt:
@@ -106,9 +108,9 @@ def _refuse(run: Run, attempt: int, rank: int) -> None:
     raise Refused(f"{run.name} has no output of rank {rank}; ranks with output: {', '.join(known) or 'none'}")
 
 
-def _print(run: Run, path: Path, attempt: int, go_on: bool) -> None:
+def _print(run: Run, path: Path, attempt: int, go_on: bool, stream: TextIO) -> None:
     """Print a log to its end; with `go_on`, until its attempt has ended."""
-    tail = LogTail(path, sys.stdout, EVERY if go_on else None)
+    tail = LogTail(path, stream, EVERY if go_on else None)
     while go_on and _last(run) <= attempt and run.alive():
         tail.update()
         time.sleep(0.2)

@@ -28,6 +28,8 @@ _TRAINING = (LOSS, LR, SPEED, WAIT, STEP, NORM)
 HIGHEST = 1e100
 """Larger values overflow matplotlib's axes. A loss in single precision is infinite long before."""
 SUFFIXES = (".png", ".svg", ".pdf")
+_PLAIN: Any = {"text.parse_math": False}
+"""Settings of matplotlib: a $ in a name is a $."""
 
 TITLES = {
     LOSS: "loss", LR: "learning rate", SPEED: "samples / s", WAIT: "data wait, % of a step",
@@ -108,12 +110,26 @@ def _drawable(value: Any) -> float:
 
 
 def plot(runs: list[Run], target: Path) -> list[str]:
-    """Draw the runs into one picture. Return the advice of each run about waiting for data; '': it got none.
+    """Draw the runs into a file. Return the advice of each run about waiting for data; '': it got none.
 
     Raises:
         Refused: the target cannot be written, or no run has metrics yet.
     """
     check_target(target, SUFFIXES)
+    figure, advice = picture(runs)
+    from matplotlib import rc_context
+
+    with rc_context(_PLAIN), published(target) as partial:
+        figure.savefig(partial, dpi=120)
+    return advice
+
+
+def picture(runs: list[Run]) -> tuple[Any, list[str]]:
+    """Draw the runs into one matplotlib Figure. Also return the advice of each run.
+
+    Raises:
+        Refused: no run has metrics yet.
+    """
     records = [run.read() for run in runs]
     specs = [spec_of(record, run.read_config()) for run, record in zip(runs, records, strict=True)]
     own = settings.differing([(spec, record.get("world_size")) for spec, record in zip(specs, records, strict=True)])
@@ -126,12 +142,10 @@ def plot(runs: list[Run], target: Path) -> list[str]:
     empty = [curves.name for curves in drawn if not curves.steps]
     if empty:
         raise Refused(f"{', '.join(empty)} has no metrics to draw yet; see: train logs {empty[0]}")
-
     from matplotlib import rc_context
 
-    with rc_context({"text.parse_math": False}), published(target) as partial:  # a $ in a name is a $
-        _figure(drawn).savefig(partial, dpi=120)
-    return advice
+    with rc_context(_PLAIN):
+        return _figure(drawn), advice
 
 
 def _colour(number: int, runs: int) -> Any:

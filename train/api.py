@@ -1,0 +1,442 @@
+"""Runs from Python: launch, find and list them, wait for them, and use what they have learned.
+
+    import trainstation as ts
+    run = ts.launch("digits", name="first", nproc=2, epochs=5, optim={"lr": 0.1})
+    run.wait()
+
+A call is written as a command line and read by the parser of that command. So Python knows every flag, and refuses what
+the command line refuses, in the same words. Imports no torch until a model is asked for.
+"""
+
+from __future__ import annotations
+
+import functools
+import io
+import json
+import math
+import types
+from argparse import Namespace
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+
+from . import caches, cli, screen
+from .cluster import jobs
+from .commands import ls, parser
+from .commands.options import matching
+from .errors import Refused
+from .run import folders, metrics, run_folder
+from .run.record import Record
+
+if TYPE_CHECKING:
+    import pandas
+    from matplotlib.figure import Figure
+    from torch import Tensor, nn
+
+__all__ = ["Refused", "Run", "find", "launch", "runs"]
+
+P = ParamSpec("P")
+T = TypeVar("T")
+_OF_COMMAND_LINE = ("follow", "help")
+"""Flags of commands that Python has other ways for."""
+
+
+def _refusing(function: Callable[P, T]) -> Callable[P, T]:
+    """Make a function refuse like a command: by one exception, whose traceback ends at the call."""
+
+    @functools.wraps(function)
+    def called(*args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            return function(*args, **kwargs)
+        except Refused as error:
+            refusal = error
+        except (OSError, UnicodeEncodeError) as error:
+            refusal = Refused(cli.problem(error))
+        refusal.__context__ = refusal.__cause__ = None
+        raise refusal.with_traceback(None)
+
+    return called
+
+
+@_refusing
+def launch(
+    task: str | Path | types.ModuleType | None = None, /, *, script: str | Path | None = None,
+    arguments: Sequence[object] = (), runs: str | Path | None = None, **options: Any,
+) -> Run:  # fmt: skip
+    """Start a run in the background and return it. It outlives this process.
+
+    Args:
+        task: A built-in task, the path of a Python file, or a module.
+        script: A torchrun program to start instead of a task.
+        arguments: The script's own arguments.
+        runs: Folder of the runs. Default: $TRAIN_RUNS, else ./runs.
+        options: Flags of `train launch`: name="first", nproc=2, epochs=5, optim={"lr": 0.1}, **{"optim.lr": 0.1}.
+
+    Raises:
+        Refused: the request is wrong; nothing was created.
+    """
+    words = [] if task is None else [_task(task)]
+    asked = _options("launch", words, {"script": script, "runs": runs, **options}, arguments)
+    folder, name = cli.carry_out("launch", asked, "start")
+    return Run(folder, name)
+
+
+@_refusing
+def find(name: str, *, runs: str | Path | None = None) -> Run:
+    """Return the run of this name.
+
+    Args:
+        runs: Folder of the runs. Default: $TRAIN_RUNS, else ./runs.
+
+    Raises:
+        Refused: there is none.
+    """
+    found = folders.find(_folder(runs), name)
+    return Run(found.folder.parent, found.name)
+
+
+@_refusing
+def runs(*names: str, state: str | Sequence[str] | None = None, runs: str | Path | None = None) -> list[Run]:
+    """Return the runs, the oldest first.
+
+    Args:
+        names: Names of runs, or patterns such as "exp-*". Default: all runs.
+        state: Only runs in this state, or in one of these states.
+        runs: Folder of the runs. Default: $TRAIN_RUNS, else ./runs.
+
+    Raises:
+        Refused: no run has this name, or there is no such state.
+    """
+    folder = _folder(runs)
+    records = jobs.statuses(matching(folder, [*names] or ["*"], must=False), screen.remark)
+    if state is not None:
+        records = ls.in_states(state if isinstance(state, str) else ",".join(state), records)
+    return [Run(folder, record["name"]) for record in records]
+
+
+class Run:
+    """A run, as `launch`, `find` and `runs` return it."""
+
+    def __init__(self, runs: Path, name: str) -> None:
+        self._runs = runs
+        self.name = name
+
+    def __repr__(self) -> str:
+        try:
+            record = self._record()
+        except (Refused, OSError) as error:
+            return f"<Run {self.name}: {error}>"
+        done = f", step {record['step']}/{record['total_steps']}" if record.get("total_steps") else ""
+        return f"<Run {self.name}: {record['state']}{done}>"
+
+    def _repr_html_(self) -> str:
+        from .views import cell
+
+        try:
+            return cell.html(self._run(), self._record())
+        except (Refused, OSError) as error:
+            return cell.line(str(error))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Run) and (self._runs, self.name) == (other._runs, other.name)
+
+    def __hash__(self) -> int:
+        return hash((self._runs, self.name))
+
+    # --- how it stands
+
+    @property
+    @_refusing
+    def state(self) -> str:
+        """created, queued, running, stopped, interrupted, copy, failed or finished; see: train ls --help."""
+        return self._record()["state"]
+
+    @property
+    @_refusing
+    def record(self) -> dict[str, Any]:
+        """The fields of run.json, with the present state and step."""
+        return dict(self._record())
+
+    @property
+    def folder(self) -> Path:
+        """The run folder."""
+        return self._runs / self.name
+
+    @property
+    @_refusing
+    def metrics(self) -> list[dict[str, Any]]:
+        """The lines of metrics.jsonl, the oldest first. An evaluation has its figures in `eval`."""
+        return [dict(line) for line in metrics.each(self._run())]
+
+    @_refusing
+    def to_pandas(self) -> pandas.DataFrame:
+        """Return the metrics as a table, one row per line. An evaluation's figures are columns `eval.NAME`."""
+        try:
+            import pandas
+        except ImportError:
+            raise Refused("to_pandas() needs pandas; pip install pandas, or use run.metrics") from None
+        rows = []
+        for line in metrics.each(self._run()):
+            figures = line["eval"] if metrics.is_evaluation(line) else {}
+            rows.append(
+                {name: value for name, value in line.items() if name != "eval"}
+                | {f"eval.{name}": value for name, value in figures.items()}
+            )
+        return pandas.DataFrame(rows)
+
+    @_refusing
+    def logs(self, rank: int = 0, attempt: int | str | None = None) -> str:
+        """Return the output of a rank.
+
+        Args:
+            attempt: Number of the attempt, or "all". Default: the last one.
+        """
+        from .commands import logs
+
+        given = _options("logs", [self.name], {"runs": self._runs, "rank": rank, "attempt": attempt})
+        return _Text(logs.text(given, self._runs))
+
+    @_refusing
+    def show(self) -> None:
+        """Print the run's story, as `train show` does."""
+        self._command("show")
+
+    @_refusing
+    def plot(self, to: str | Path | None = None) -> Figure:
+        """Draw the curves of the run. Return the picture, which a notebook shows.
+
+        Args:
+            to: A file to write as well: .png, .svg or .pdf.
+        """
+        from .views import plot
+
+        if to is not None:
+            self._command("plot", to=to)
+        caches.provide()
+        figure: Figure = plot.picture([self._run()])[0]
+        vars(figure)["_repr_png_"] = functools.partial(_png, figure)  # for notebooks without %matplotlib inline
+        return figure
+
+    @_refusing
+    def wait(self, timeout: float = math.inf) -> str:
+        """Wait until the run has ended, and show its progress. Return its state.
+
+        An interrupt ends only the waiting: the run continues.
+
+        Args:
+            timeout: Seconds after which to return although the run has not ended.
+        """
+        from .views import cell, follow
+
+        run, record = self._run(), self._record()
+        view = cell.Cell(run) if cell.is_notebook() else follow.view_of(run, record)
+        try:
+            return follow.watch(run, record, view, timeout=timeout)["state"]
+        except KeyboardInterrupt:
+            raise Interrupted(f"{self.name} continues; to wait for it again: run.wait()") from None
+        finally:
+            view.close()
+
+    # --- change it
+
+    @_refusing
+    def stop(self, now: bool = False) -> Run:
+        """Save the run, stop it, and wait until it has ended.
+
+        Args:
+            now: Do not save. The steps since the last checkpoint are lost.
+        """
+        self._command("stop", now=now)
+        return self
+
+    @_refusing
+    def resume(self, **options: Any) -> Run:
+        """Continue the run from its newest checkpoint.
+
+        Args:
+            options: Flags of `train resume`: nproc=4, epochs=40.
+        """
+        self._command("resume", "start", **options)
+        return self
+
+    @_refusing
+    def fork(self, *, arguments: Sequence[object] = (), **options: Any) -> Run:
+        """Start a new run that continues from a checkpoint of this one, and return it.
+
+        Args:
+            arguments: Other arguments for a script.
+            options: Flags of `train fork`: name="second", checkpoint="best", optim={"lr": 0.01}.
+        """
+        asked = _options("fork", [self.name], {"runs": self._runs, **options}, arguments)
+        return Run(self._runs, cli.carry_out("fork", asked, "start"))
+
+    # --- use it
+
+    @_refusing
+    def model(self, checkpoint: int | str | None = None, device: str = "cpu", weights: str = "model") -> nn.Module:
+        """Return the trained model of a task, in eval mode.
+
+        Args:
+            checkpoint: Step of a checkpoint, or "best". Default: the newest one.
+            device: Where the model is to be: cpu, cuda, cuda:1.
+            weights: "model", or "ema" for the average that ema.decay keeps.
+        """
+        from .trainer import predict
+
+        return predict.model_of(self._run(), self._step(checkpoint, "export"), device=device, weights=weights)
+
+    @_refusing
+    def predict(
+        self, dataset: Any, checkpoint: int | str | None = None, device: str = "cpu", batch_size: int | None = None
+    ) -> Any:
+        """Return what the task's predict returns for each sample of a data set, joined, on the CPU.
+
+        Without predict: what the model returns for a batch (for its first part, if a batch is a tuple or list).
+
+        Args:
+            dataset: A map-style data set: it has len() and [index].
+            checkpoint: Step of a checkpoint, or "best". Default: the newest one.
+            device: Where to compute.
+            batch_size: Number of samples computed at a time. Default: the run's micro_batch_size.
+        """
+        from .trainer import predict
+
+        step = self._step(checkpoint, "eval")
+        return predict.predictions(self._run(), step, dataset, device=device, batch_size=batch_size)
+
+    @_refusing
+    def state_dict(self, name: str = "model", checkpoint: int | str | None = None) -> dict[str, Tensor]:
+        """Return the saved weights, on the CPU, without executing the run's code.
+
+        Args:
+            name: The model. A script's session registered it under this name.
+            checkpoint: Step of a checkpoint, or "best". Default: the newest one.
+        """
+        from .trainer import predict
+
+        return predict.state_of(self._run(), self._step(checkpoint, "export"), name)
+
+    # --- inside
+
+    def _run(self) -> run_folder.Run:
+        return folders.find(self._runs, self.name)
+
+    def _record(self) -> Record:
+        return jobs.status(self._run(), screen.remark)
+
+    def _command(self, command: str, function: str = "run", **options: Any) -> Any:
+        """Call a function of a command with this run."""
+        return cli.carry_out(command, _options(command, [self.name], {"runs": self._runs, **options}), function)
+
+    def _step(self, checkpoint: int | str | None, use: str) -> int | None:
+        """Return the step that `checkpoint` means; None: the newest one. Refuses a run that cannot be used so."""
+        from .run import best
+        from .run.spec import read_spec
+        from .supervise import programs
+
+        run = self._run()
+        spec = read_spec(run)
+        programs.of(spec).check_can(use, run.name)
+        text = None if checkpoint is None else str(checkpoint)
+        return best.checkpoint_named(run, by=spec.best_by, text=text, tell=screen.remark)
+
+
+class Interrupted(KeyboardInterrupt):
+    """The waiting was interrupted. The run continues."""
+
+    def _render_traceback_(self) -> list[str]:
+        """Return what IPython prints."""
+        return [f"KeyboardInterrupt: {self}"]
+
+
+class _Text(str):
+    """A text that Python's prompt and notebooks show as it is."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
+def _png(figure: Figure) -> bytes:
+    file = io.BytesIO()
+    figure.savefig(file, format="png", dpi=80)
+    return file.getvalue()
+
+
+def _folder(runs: str | Path | None) -> Path:
+    return parser.runs_folder(None if runs is None else str(runs))
+
+
+def _task(task: str | Path | types.ModuleType) -> str:
+    """Return the word of a command line for a task."""
+    if not isinstance(task, types.ModuleType):
+        return str(task) if str(task)[:1] != "-" else f"./{task}"
+    from . import tasks
+
+    file = getattr(task, "__file__", None)
+    if not file:
+        raise Refused(f"the module {task.__name__} has no file; write the task into a Python file, and give its path")
+    path = Path(file).absolute()
+    return path.stem if path == Path(tasks.__file__).parent / f"{path.stem}.py" else str(path)
+
+
+def _options(command: str, words: list[str], options: Mapping[str, Any], arguments: Sequence[object] = ()) -> Namespace:
+    """Return the options of a command, as it parses them from its command line.
+
+    Raises:
+        Refused: as the command line refuses it.
+    """
+    made = parser.parser_of(command)
+    for name, value in _flat(options):
+        if name in _OF_COMMAND_LINE:
+            raise Refused(f"{name} is for the command line; in Python: run.wait()")
+        words = [*words, *_flag(made, name, value)]
+    rest = ["--", *map(str, arguments)] if arguments else []
+    return parser.parse(made, words + rest)
+
+
+def _flat(options: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
+    """Return options by dotted names: optim={"lr": 0.1} is optim.lr."""
+    from . import config
+
+    groups = {name[: name.rindex(".") + 1] for name in config.fields() if "." in name} | {"task.", "optim.args."}
+    found = []
+    for name, value in options.items():
+        whole = f"{prefix}{name}"
+        if isinstance(value, Mapping) and f"{whole}." in groups:
+            found += _flat(value, f"{whole}.")
+        else:
+            found.append((whole, value))
+    return found
+
+
+def _flag(made: parser.Parser, name: str, value: Any) -> list[str]:
+    """Return a flag and its value as words of a command line; [] if it is not given."""
+    action = made.flag(name)  # refuses a name that does not exist
+    flag, is_field = f"--{name}", action.dest == name.replace("-", "_") and isinstance(action, parser.Field)
+    if action.nargs == 0:
+        if not isinstance(value, bool):
+            raise Refused(f"{flag} {value}: give True or False")
+        return [flag] if value else []
+    if value is None:
+        return [f"{flag}=none"] if is_field else []
+    if isinstance(value, (list, tuple, Mapping)) and is_field:
+        return [f"{flag}={_toml(value)}"]
+    if isinstance(value, (list, tuple)) and name == "gpus":
+        return [f"{flag}={','.join(map(str, value))}" + "," * (len(value) == 1)]
+    if isinstance(value, types.ModuleType):
+        value = _task(value)
+    values = value if isinstance(value, (list, tuple)) else [value]
+    return [f"{flag}={_toml(one) if isinstance(one, bool) else one}" for one in values]
+
+
+def _toml(value: Any) -> str:
+    """Return a value as TOML."""
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{json.dumps(str(name))} = {_toml(one)}" for name, one in value.items()) + "}"
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(map(_toml, value))}]"
+    if isinstance(value, bool):
+        return str(value).lower()
+    return json.dumps(value, ensure_ascii=False) if isinstance(value, str) else str(value)

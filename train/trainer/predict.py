@@ -1,0 +1,207 @@
+"""A trained model in another program, such as a notebook: the model, its predictions for a data set, its weights.
+
+The run's code is executed in that program. Afterwards its folder, generators, modules and places to import from are as
+they were before.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import random
+import sys
+import threading
+import warnings
+import zipfile
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from ..build import objects
+from ..build.determinism import lay_out
+from ..build.loss import kind_of
+from ..checkpoint.load import weights_in
+from ..checkpoint.manifest import newest_valid, verified
+from ..config import Config
+from ..data.fetch import fetcher
+from ..data.order import seed_of
+from ..data.plan import MicroBatch
+from ..data.seeding import owned, seed_compute
+from ..data.to_device import prepared
+from ..errors import Refused, one_line
+from ..parallel.precision import Precision, precision_on
+from ..parallel.world import World
+from ..run import folders, imports, owner
+from ..run.run_folder import Run
+from ..run.spec import Spec, read_spec
+from ..tasks import Task
+from .load import load_trained
+from .predictions import Predictions
+
+_visiting = threading.RLock()
+"""Held while a run's code is executed: it may change the whole process."""
+_RUN_DIR = "TRAIN_RUN_DIR"
+
+
+def model_of(run: Run, step: int | None, *, device: str, weights: str) -> nn.Module:
+    """Return the trained model of a run on a device, in eval mode.
+
+    Args:
+        step: of the checkpoint; None: the newest.
+        weights: `model`, or `ema` for the average of the weights.
+
+    Raises:
+        Refused: there is no such checkpoint, average or device.
+    """
+    place, spec = _device(device), read_spec(run)
+    if weights not in ("model", "ema"):
+        raise Refused(f"weights={weights!r}: give 'model', or 'ema' for the average that ema.decay keeps")
+    with _visited(run, spec):
+        task, config, model, _, averaged = load_trained(run, spec, step)
+        if weights == "ema" and not averaged:
+            raise Refused(
+                f"{run.name} keeps no average of its weights; to get one, launch a run with ema={{'decay': 0.999}}"
+            )
+        if weights == "ema":
+            model.load_state_dict(averaged, strict=False)
+        return _ready(task, config, model, place)
+
+
+def predictions(run: Run, step: int | None, dataset: Any, *, device: str, batch_size: int | None) -> Any:
+    """Return the predictions for every sample of a data set, joined, on the CPU.
+
+    Without `predict` in the task these are what the model returns for a batch, or for the first part of a batch that is
+    a tuple or list.
+
+    Raises:
+        Refused: the data set has no samples, or the task or the model fails on it.
+    """
+    place, spec = _device(device), read_spec(run)
+    if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
+        raise Refused(f"predict() takes a data set with len() and [index], got {kind_of(dataset)}")
+    if batch_size is not None and (not isinstance(batch_size, int) or batch_size < 1):
+        raise Refused(f"batch_size={batch_size!r}: give a number of samples, at least 1")
+    if not len(dataset):
+        raise Refused("the data set has no samples to predict")
+    with _visited(run, spec):
+        task, config, model, _, _ = load_trained(run, spec, step)
+        size = batch_size or config.micro_batch_size
+        assert isinstance(size, int)
+        inference = _ready(task, config, model, place)
+        with objects.refusing(task, "predict()"), torch.no_grad():
+            return _pass(task, config, inference, dataset, device=place, size=size)
+
+
+def state_of(run: Run, step: int | None, name: str) -> dict[str, Tensor]:
+    """Return the weights in a checkpoint, on the CPU. Executes no code of the run.
+
+    Raises:
+        Refused: there is no such checkpoint, or no model of this name.
+    """
+    run = owner.opened(run)
+    if step is None:
+        step = newest_valid(run)[0]
+        if not step:
+            raise Refused(f"{run.name} has no usable checkpoint yet; see: train show {run.name}")
+    else:
+        verified(run, step)
+    if name != "model":
+        raise Refused(f"{run.name} has no {name!r}; a task has one model: state_dict('model')")
+    try:
+        with _quiet():
+            return weights_in(run.checkpoint(step))
+    except ValueError as error:
+        raise Refused(f"{run.name}: {error}") from None
+
+
+def _ready(task: Task, config: Config, model: nn.Module, device: torch.device) -> nn.Module:
+    return objects.inference_model(task, lay_out(model, config).to(device)).eval()
+
+
+def _device(text: str) -> torch.device:
+    try:
+        return torch.empty(0, device=text).device
+    except (RuntimeError, AssertionError, TypeError) as error:
+        raise Refused(f"device={text!r} cannot be used ({one_line(error)[:100]}); give 'cpu' or 'cuda'") from None
+
+
+def _pass(
+    task: Task, config: Config, model: nn.Module, dataset: Any, *, device: torch.device, size: int
+) -> Any:  # fmt: skip
+    """Compute the whole data set in its order."""
+    what = "" if task.predict is not None else "the model"
+    made = Predictions(task, World(0, size=1, local_rank=0, device=device), what)
+    precision = Precision(precision_on(device, config), device)
+    fetch, own = fetcher(dataset, task.collate), owned(model, task.predict)
+    kind: type | None = dict
+    for number, begin in enumerate(range(0, len(dataset), size)):
+        indices = np.arange(begin, min(begin + size, len(dataset)))
+        seed = seed_of(config.seed, "predict", number)
+        batch = prepared(
+            fetch(MicroBatch(step=0, number=number, indices=indices, seed=seed)), seed, device=device,
+            dtype=precision.inputs, channels_last=config.channels_last, on_device=task.on_device,
+        )  # fmt: skip
+        seed_compute(seed, device, own=own)
+        with precision.autocast():
+            if task.predict is not None:
+                found = task.predict(model, batch)
+            else:
+                found, kind = _named(model(batch[0] if isinstance(batch, (tuple, list)) else batch))
+        made.add(number, found, len(indices))
+    made.collect()
+    whole = made.joined()
+    if kind is None or (task.predict is not None and list(whole) == [""]):
+        return whole[""]
+    return tuple(whole.values()) if kind is tuple else whole
+
+
+def _named(found: Any) -> tuple[Any, type | None]:
+    """Return the output of a model as a dict, and what it was: dict, tuple, or None for one value."""
+    if isinstance(found, dict):
+        return dict(found), dict
+    if isinstance(found, tuple):
+        return {f"output {number}": value for number, value in enumerate(found)}, tuple
+    return {"": found}, None
+
+
+@contextlib.contextmanager
+def _visited(run: Run, spec: Spec) -> Iterator[None]:
+    """Context manager in which this process may execute the code of a run. Restores the process on exit."""
+    own = set()
+    if (run.folder / imports.MODULES).is_file():
+        with zipfile.ZipFile(io.BytesIO(owner.read(owner.opened(run), imports.MODULES))) as kept:
+            own = {imports.top(name) for name in kept.namelist()}
+    with _visiting, _quiet(), torch.random.fork_rng(devices=[]):
+        generators = random.getstate(), np.random.get_state()
+        before = os.getcwd(), os.environ.get(_RUN_DIR), [*sys.path], [*sys.meta_path]
+        hidden = _taken(own)  # the user's own, or another run's
+        try:
+            folders.enter(spec.cwd)
+            yield
+        finally:
+            _taken(own)
+            sys.modules.update(hidden)
+            cwd, run_dir, sys.path[:], sys.meta_path[:] = before
+            os.chdir(cwd)
+            os.environ.pop(_RUN_DIR, None)
+            if run_dir is not None:
+                os.environ[_RUN_DIR] = run_dir
+            random.setstate(generators[0])
+            np.random.set_state(generators[1])
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Context manager without torch's warning that one process alone reads a checkpoint."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")
+        yield
+
+
+def _taken(tops: set[str]) -> dict[str, Any]:
+    """Remove these modules, and those inside them, from the imported ones. Returns them."""
+    return {name: sys.modules.pop(name) for name in [*sys.modules] if imports.top(name) in tops}

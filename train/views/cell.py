@@ -1,0 +1,142 @@
+"""A run in a notebook: its state, progress, last figures and a small curve. Redrawn in place while a cell waits.
+
+Imports no torch.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from html import escape
+from typing import Any
+
+from ..format import duration, figure
+from ..run import metrics, states
+from ..run.record import Record
+from ..run.run_folder import Run, seconds_of
+from .listing import next_command
+
+_EVERY = 1.0
+"""Seconds between two drawings."""
+_WIDTH, _HEIGHT = 260, 56
+"""Pixels of the curve."""
+_POINTS = 200
+"""Maximum number of points of the curve."""
+_COLOURS = {states.FINISHED: "#2e9e5b", states.RUNNING: "#2f7ed8", states.FAILED: "#d64545"}
+_OTHER_COLOUR = "#b8860b"
+
+
+def is_notebook() -> bool:
+    """Whether this process is a kernel, whose output cells can be redrawn."""
+    ipython = sys.modules.get("IPython")
+    shell = ipython.get_ipython() if ipython is not None else None
+    return getattr(shell, "kernel", None) is not None
+
+
+class Cell:
+    """Shows a run in the output of a cell. Has the methods of LiveView."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run.held()  # the run may be renamed in the meantime
+        self._handle: Any = None
+        self._lines: list[str] = []
+        self._drawn = -1e9
+
+    def update(self, record: Record) -> None:
+        """Show the record's progress, at most once a second."""
+        if time.monotonic() - self._drawn < _EVERY:
+            return
+        self._draw(record)
+
+    def say(self, text: str) -> None:
+        """Show a line below the run, until the next one."""
+        self._lines = [text]
+
+    def close(self) -> None:
+        """Show how the run stands at the end of the waiting."""
+        self._draw(self._run.read_effective())
+
+    def _draw(self, record: Record) -> None:
+        from IPython.display import HTML, display
+
+        self._drawn = time.monotonic()
+        drawn = HTML(html(self._run, metrics.up_to_date(self._run, record), self._lines))
+        if self._handle is None:
+            self._handle = display(drawn, display_id=True)
+        else:
+            self._handle.update(drawn)
+
+
+def line(text: str) -> str:
+    """Return one line as HTML."""
+    return f'<div style="font-size: 13px">{escape(text)}</div>'
+
+
+def html(run: Run, record: Record, lines: list[str] | None = None) -> str:
+    """Return a run as HTML: nothing in it is a script, and all text is escaped.
+
+    Args:
+        record: run.json with the effective state, up to date.
+        lines: to show below.
+    """
+    state, step, total = record["state"], record["step"], record.get("total_steps")
+    colour = _COLOURS.get(state, _OTHER_COLOUR)
+    parts = [f'<b>{escape(run.name)}</b> <span style="color: {colour}; font-weight: 600">{escape(state)}</span>']
+    if total:
+        parts.append(f"step {step} of {total}")
+    elif step:
+        parts.append(f"step {step}")
+    left = _left(record)
+    parts += [f"{duration(left)} left"] if left is not None else []
+    parts += [escape(text) for text in _figures(record)]
+    rows = [" &nbsp; ".join(parts)]
+    if total:
+        share = min(max(step / total, 0.0), 1.0)
+        bar = f'<div style="width: {share:.2%}; height: 100%; background: {colour}"></div>'
+        track = "height: 6px; max-width: 520px; background: rgba(128, 128, 128, 0.25); margin: 5px 0"
+        rows.append(f'<div style="{track}">{bar}</div>')
+    rows.append(_curve(_losses(run)))
+    small = [record.get("reason") or "", *(lines or ()), next_command(record)]
+    rows += [f'<div style="opacity: 0.75; font-size: 12px">{escape(text)}</div>' for text in small if text]
+    return f'<div style="font-size: 13px; line-height: 1.5">{"".join(row for row in rows if row)}</div>'
+
+
+def _figures(record: Record) -> list[str]:
+    """Return the last loss and the figures of the last evaluation."""
+    found: dict[str, Any] = {"loss": record.get("loss")} if record.get("loss") is not None else {}
+    found |= {name: value for name, value in (record.get("metrics") or {}).items() if name not in found}
+    return [f"{name} {figure(value)}" for name, value in list(found.items())[:8] if value is not None]
+
+
+def _left(record: Record) -> float | None:
+    """Return the seconds until the last step at the speed of this attempt; None: unknown."""
+    attempt = record["attempts"][-1] if record["attempts"] else None
+    total, ready = record.get("total_steps"), seconds_of(attempt.get("ready")) if attempt is not None else None
+    if attempt is None or record["state"] != states.RUNNING or not total or ready is None:
+        return None
+    made = record["step"] - (attempt["from_step"] or 0)
+    return (time.time() - ready) / made * (total - record["step"]) if made > 0 else None
+
+
+def _losses(run: Run) -> list[tuple[int, float]]:
+    """Return the steps and losses of the training lines, thinned."""
+    lines = metrics.sampled(run)
+    found = [(line["step"], line["loss"]) for line in lines if not metrics.is_evaluation(line)]
+    known = [(step, loss) for step, loss in found if loss is not None]
+    stride = -(-len(known) // _POINTS) or 1
+    return known[::stride] + (known[-1:] if len(known) % stride != 1 and stride > 1 else [])
+
+
+def _curve(points: list[tuple[int, float]]) -> str:
+    """Return the curve of the loss as SVG; '' for fewer than two points."""
+    if len(points) < 2:
+        return ""
+    steps, losses = zip(*points, strict=True)
+    low, high, first, last = min(losses), max(losses), min(steps), max(steps)
+    across, up = (_WIDTH - 4) / max(last - first, 1), (_HEIGHT - 4) / ((high - low) or 1)
+    path = " ".join(f"{2 + (step - first) * across:.1f},{2 + (high - loss) * up:.1f}" for step, loss in points)
+    title = f"loss, step {first} to {last}: {figure(high)} at most, {figure(low)} at least"
+    return (
+        f'<svg width="{_WIDTH}" height="{_HEIGHT}" role="img" style="display: block"><title>{escape(title)}</title>'
+        f'<polyline points="{path}" fill="none" stroke="#2f7ed8" stroke-width="1.5"/></svg>'
+    )
