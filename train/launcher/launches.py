@@ -179,7 +179,7 @@ class Resume(_Launch):
 
         run, record = self.run, self.run.read()
         ranks, visible = choose_again(run, record, nproc=self.nproc, gpus=self.gpus, now=self.visible)
-        if programs.of_record(record) is programs.SCRIPT:
+        if isinstance(programs.of_record(record), programs.Script):
             fields, warnings = script.check_again(run, self.flags)
             return Plan(files={}, record=fields, warnings=warnings, ranks=ranks, visible=visible)
         from .. import config as configuration

@@ -23,10 +23,8 @@ def check(script: str, arguments: list[str], flags: dict[str, str]) -> dict[str,
     """
     watch, path = watch_flags(flags), Path(script).absolute()
     check_readable(path, "--script")
-    needed = imports.read(path, path.resolve().parent).record()
-    files = {str(path): imports.digest(path)} | needed["task_imports"] | needed["task_watched"]
     return {
-        "watch": watch, "script": str(path), "script_arguments": arguments, "script_files": files,
+        "watch": watch, "script": str(path), "script_arguments": arguments, "script_files": imports.of_script(path),
         "cwd": os.getcwd(), "versions": provenance.versions(seen_here()),
     }  # fmt: skip
 

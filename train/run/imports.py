@@ -291,6 +291,12 @@ def _read_by_relative_path(program: Path, beside: Path) -> list[Path]:
     return sorted(found) if len(found) <= _MOST_DATA else []
 
 
+def of_script(path: Path) -> dict[str, str]:
+    """Map a script and the files that it imports to their digests."""
+    needed = read(path, path.resolve().parent).record()
+    return {str(path): digest(path)} | needed["task_imports"] | needed["task_watched"]
+
+
 def python_files(record: Mapping[str, Any]) -> list[Path]:
     """Return the Python files of a run's task or script, as they lay at the launch."""
     program = [path for path in (record.get("task_source"), record.get("script")) if path]

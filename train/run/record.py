@@ -162,6 +162,8 @@ class Record(TypedDict):
     script: NotRequired[str]
     """Path of the script, in a run of a script."""
     script_arguments: NotRequired[list[str]]
+    session: NotRequired[bool]
+    """Whether the script has opened a session (sessions/place.py)."""
     script_files: NotRequired[dict[str, str]]
     watch: NotRequired[dict[str, Any]]
 

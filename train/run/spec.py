@@ -14,7 +14,7 @@ from typing import Any
 from .record import Cluster, Record, Submitted
 from .run_folder import Run
 
-TASK, SCRIPT = "task", "script"
+TASK, SCRIPT, SESSION = "task", "script", "session"
 """The programs. supervise/programs.py has a class for each."""
 MAX_RESTARTS = 3
 """Maximum number of restarts in a row without a new checkpoint, where neither the user nor run.json says another."""
@@ -25,7 +25,7 @@ class Spec:
     """What runs. Read-only: a resume that changes it writes run.json and config.toml, and reads another."""
 
     program: str
-    """TASK or SCRIPT."""
+    """TASK, SCRIPT, or SESSION: a script that has opened a session."""
     config: Mapping[str, Any]
     """The fields of config.toml by their dotted names; {} for a script."""
 
@@ -129,8 +129,10 @@ _REASON = "_reason"
 
 
 def program_of(record: Record) -> str:
-    """Return the program of a run. Every program but a task has a field of its name, which says what to run."""
-    return SCRIPT if record.get(SCRIPT) else TASK
+    """Return the program of a run. A script has a field of its name, and one that has opened a session says so."""
+    if not record.get(SCRIPT):
+        return TASK
+    return SESSION if record.get(SESSION) else SCRIPT
 
 
 def spec_of(record: Record, config: Mapping[str, Any]) -> Spec:

@@ -82,63 +82,85 @@ def record_decision(run: Run, attempt: int | None, decision: Decision) -> None:
     run.end_attempt(decision.end, decision.why, state=decision.state, last_lines=lines, **values)
 
 
+class Alone:
+    """One attempt that no agent supervises: this process is rank 0, and records the end of the run itself.
+
+    While it is entered, a thread reads requests to stop. Other ranks may run in other processes.
+
+    Args:
+        ranks: Number of ranks, including those in other processes.
+        mode: What could restart the ranks.
+        is_for_look: Whether the run folder is removed at the end if it has no checkpoint.
+    """
+
+    def __init__(
+        self, run: Run, spec: Spec, *, ranks: int, stop: signals.StopRequest, mode: LaunchMode,
+        is_for_look: bool = False,
+    ) -> None:  # fmt: skip
+        self._run, self._ranks, self._stop, self._mode, self._is_for_look = run, ranks, stop, mode, is_for_look
+        self._program, self._over, self._mirror = programs.of(spec), threading.Event(), Mirror(run, spec)
+        run.clear_stop()
+        from_step = self._program.first_step(run.newest_checkpoint)
+        self.number = run.begin_attempt(ranks, from_step, pids={"ranks": [os.getpid()]})
+        self._watch = self._program.health(spec, run.logs(self.number), [0], self._kill)
+        # a thread, so that `train stop` works while this process trains
+        threading.Thread(target=self._listen, daemon=True, name="stop-watch").start()
+
+    def end(self, reported: Mapping[int, Outcome]) -> Decision | None:
+        """Record the end of the attempt. Returns None if the disk fails or the run folder is gone.
+
+        Args:
+            reported: Outcomes that may not be on the disk.
+        """
+        self._over.set()
+        outcomes = {**outcome.read_all(self._run.logs(self.number)), **reported}
+        facts = Facts(
+            self._run.name, self._mode, self._program, ranks=self._ranks, outcomes=outcomes, asked=asked_by(self._stop),
+            saved=self._run.newest_checkpoint, is_for_look=self._is_for_look,
+        )  # fmt: skip
+        decision = decide.decide(facts)
+        with contextlib.suppress(OSError, Refused):
+            record_decision(self._run, self.number, decision)
+            return decision
+        return None
+
+    def close(self) -> None:
+        """Remove a request to stop, and let the mirror finish."""
+        self._run.clear_stop()
+        with contextlib.suppress(OSError, Refused):
+            is_finished = self._run.read()["state"] == states.FINISHED
+            self._mirror.finish(waits=is_finished, is_asked=lambda: self._stop.asked)
+
+    def _kill(self, pid: int, number: int) -> None:
+        if number == signal.SIGKILL:  # no other process could record the end
+            self.end({})
+            os.kill(pid, number)
+
+    def _listen(self) -> None:
+        this = os.getpid()
+        while not self._over.wait(0.2):
+            _read_stop_file(self._run, self._stop)
+            self._mirror.look()
+            if self._stop.now:
+                self._kill(this, signal.SIGKILL)
+            if self._stop.asked:
+                self._watch.look([this], [this], {}, is_stopping=True)
+
+
 def supervise_alone(
     run: Run, spec: Spec, *, ranks: int, train: Callable[[int], Outcome], stop: signals.StopRequest
 ) -> None:
-    """Supervise one attempt under torchrun, in the process that is rank 0.
+    """Supervise one attempt of a task under torchrun, in the process that is rank 0.
 
     Args:
         ranks: Number of ranks, including those in other processes.
         train: trains this rank to its end, given the attempt.
     """
-    program = programs.of(spec)
-    run.clear_stop()
-    number = run.begin_attempt(ranks, run.newest_checkpoint, pids={"ranks": [os.getpid()]})
-
-    def end(reported: Mapping[int, Outcome]) -> Decision:
-        outcomes = {**outcome.read_all(run.logs(number)), **reported}
-        facts = Facts(
-            run.name,
-            LaunchMode.TORCHRUN,
-            program,
-            ranks=ranks,
-            outcomes=outcomes,
-            asked=asked_by(stop),
-            saved=run.newest_checkpoint,
-        )
-        decision = decide.decide(facts)
-        record_decision(run, number, decision)
-        return decision
-
-    over = threading.Event()
-
-    def kill(pid: int, number: int) -> None:
-        if number == signal.SIGKILL:  # no other process could record the end
-            with contextlib.suppress(OSError, Refused):
-                end({})
-            os.kill(pid, number)
-
-    watch, this = program.health(spec, run.logs(number), [0], kill), os.getpid()
-    mirror = Mirror(run, spec)
-
-    def listen() -> None:  # a thread, so that `train stop` works while this process trains
-        while not over.wait(0.2):
-            _read_stop_file(run, stop)
-            mirror.look()
-            if stop.now:
-                kill(this, signal.SIGKILL)
-            if stop.asked:
-                watch.look([this], [this], {}, is_stopping=True)
-
-    threading.Thread(target=listen, daemon=True, name="stop-watch").start()
-    reported = {0: train(number)}
-    over.set()
-    with contextlib.suppress(OSError, Refused):
-        if line := end(reported).message:
-            _say(line)
-    run.clear_stop()
-    with contextlib.suppress(OSError, Refused):
-        mirror.finish(waits=run.read()["state"] == states.FINISHED, is_asked=lambda: stop.asked)
+    alone = Alone(run, spec, ranks=ranks, stop=stop, mode=LaunchMode.TORCHRUN)
+    decision = alone.end({0: train(alone.number)})
+    if decision is not None and decision.message:
+        _say(decision.message)
+    alone.close()
 
 
 def _say(text: str) -> None:
@@ -322,7 +344,8 @@ class Supervisor:
     def _facts(self, deaths: int) -> Facts:
         record: Mapping[str, Any] = {}
         with contextlib.suppress(OSError, Refused):
-            record = self.run.read()
+            record = found = self.run.read()
+            self._program = programs.of_record(found)  # its script may have opened a session
         logs, count, exits = self.run.logs(self._attempt), self.ranks.count, self.ranks.exits
         ran_well = self._program.ran_well(self.spec, time.monotonic() - self._began)
         return Facts(

@@ -366,8 +366,39 @@ class Script(Program):
         return " ".join([spec.script, *spec.script_arguments])
 
 
-TASK, SCRIPT = Task(), Script()
-PROGRAMS: Mapping[str, Program] = {program.name: program for program in (TASK, SCRIPT)}
+class Session(Script):
+    """A script that has opened a session: it reports steps and ends like a task, and continues from its checkpoints."""
+
+    default_restarts = specs.MAX_RESTARTS
+    lacks: ClassVar = {"eval": "which evaluates by itself; see its figures: train show"}
+
+    def first_step(self, newest: int) -> int | None:
+        return newest
+
+    def how_stopped(self, exits: Mapping[int, int]) -> str:
+        return TASK.how_stopped(exits)
+
+    def out_of_restarts(self, facts: Facts, deaths: int, why: str) -> tuple[str | None, str]:
+        return TASK.out_of_restarts(facts, deaths, why)
+
+    def ran_well(self, spec: Spec, seconds: float) -> bool:
+        return TASK.ran_well(spec, seconds)
+
+    def no_progress(self, spec: Spec) -> str:
+        return TASK.no_progress(spec)
+
+    def keeper_tries(self, spec: Spec) -> int:
+        return TASK.keeper_tries(spec)
+
+    def after_stop(self, name: str) -> str:
+        return TASK.after_stop(name)
+
+    def reports_steps(self, attempts: Sequence[Attempt]) -> bool:
+        return TASK.reports_steps(attempts)
+
+
+TASK, SCRIPT, SESSION = Task(), Script(), Session()
+PROGRAMS: Mapping[str, Program] = {specs.TASK: TASK, specs.SCRIPT: SCRIPT, specs.SESSION: SESSION}
 
 
 def of(spec: Spec) -> Program:

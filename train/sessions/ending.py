@@ -1,0 +1,151 @@
+"""How the process of a session ends: signals that ask for a stop, exceptions, sys.exit, and a clean exit.
+
+All of these belong to the script too. So handlers and hooks call the ones that the script or a library has set. Imports
+no torch.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any, NoReturn
+
+from .. import screen
+from ..errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_REFUSED, Refused
+from ..signals import StopRequest, leave
+
+_NUMBERS = (signal.SIGTERM, signal.SIGINT)
+
+
+class Signals(StopRequest):
+    """The requests to stop that this process gets by a signal. Calls the handlers that the script or a library sets.
+
+    Handlers that are set later take the place of this one. `renew`, at every border of the loop, puts it back in front.
+    """
+
+    def __init__(self) -> None:
+        self._others: dict[int, Any] = {}
+        self._is_inside = False
+        self.calls_later = True
+        """Whether to call handlers that are set from now on. False while a library drives the loop, whose own way to
+        stop would come before the border that the ranks have agreed on."""
+        numbers = [number for number in _NUMBERS if signal.getsignal(number) is not signal.SIG_IGN or number != 2]
+        self._numbers = tuple(numbers)  # a shell lets programs in the background ignore Ctrl-C
+        for number in numbers:
+            self._others[number] = signal.getsignal(number)
+        super().__init__(numbers)
+
+    def note(self, number: int, frame: object) -> None:
+        """Handle a signal."""
+        if self._is_inside:  # the script's handler calls the one from before it: this one
+            return
+        self._is_inside = True
+        try:
+            before = self.interrupts
+            super().note(number, frame)
+            if self.interrupts > 1:
+                raise KeyboardInterrupt
+            if self.interrupts > before:
+                with contextlib.suppress(OSError):
+                    os.write(2, b"\ntrain: stopping after this update; Ctrl-C again ends it at once\n")
+            other = self._others.get(number)
+            if callable(other) and other is not signal.default_int_handler:
+                other(number, frame)
+        finally:
+            self._is_inside = False
+
+    def renew(self) -> None:
+        """Put this handler in front of one that was set since."""
+        for number in self._numbers:
+            now = signal.getsignal(number)
+            if now != self.note:
+                self._others[number] = now if self.calls_later else None
+                with contextlib.suppress(ValueError):  # not in the main thread
+                    signal.signal(number, self.note)
+
+    def release(self) -> None:
+        """Give the signals back to the handlers of before."""
+        for number in self._numbers:
+            if signal.getsignal(number) == self.note:
+                signal.signal(number, self._others[number] or signal.SIG_DFL)
+
+
+class Ending:
+    """Tells the ends of a process apart, and reports each once.
+
+    Args:
+        failed: Called with the exception that ends the process.
+        exited: Called at a clean exit. Returns the exit code, or None for Python's own.
+    """
+
+    def __init__(self, *, failed: Callable[[BaseException], None], exited: Callable[[], int | None]) -> None:
+        self._failed, self._exited, self._pid = failed, exited, os.getpid()
+        self._is_over = False
+        self._code: Any = None
+        self._before, self._exit = sys.excepthook, sys.exit
+        sys.excepthook, sys.exit = self._raised, self._note_exit
+        atexit.register(self._at_exit)
+
+    def is_over(self) -> None:
+        """Report nothing at exit: the end is on record."""
+        self._is_over = True
+
+    def goes_on(self) -> None:
+        """Forget a sys.exit() that the script has caught."""
+        self._code = None
+
+    @property
+    def _is_other(self) -> bool:
+        return os.getpid() != self._pid  # a fork, such as a data worker
+
+    def _note_exit(self, code: Any = None, /) -> NoReturn:
+        self._code = code
+        self._exit(code)
+
+    def _raised(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        """Record an exception that nobody has caught, print it, and end the process with the code of its end."""
+        if self._is_other:
+            self._before(kind, error, trace)
+            return
+        self._is_over = True
+        code = {Refused: EXIT_REFUSED, KeyboardInterrupt: EXIT_INTERRUPTED}.get(kind, EXIT_FAILED)
+        if isinstance(error, Refused):
+            with contextlib.suppress(OSError):
+                screen.remark(str(error))
+        elif not isinstance(error, KeyboardInterrupt):
+            self._before(kind, error, trace)
+        self._report(error)
+        if not (sys.flags.interactive or sys.flags.inspect):
+            atexit._run_exitfuncs()  # else Python would end with code 1, and wait for ranks that are gone
+            leave(code)
+
+    def _report(self, error: BaseException) -> None:
+        try:
+            self._failed(error)
+        except Exception:
+            traceback.print_exc()
+
+    def _at_exit(self) -> None:
+        if self._is_other or self._is_over:
+            return
+        self._is_over = True
+        if self._code not in (None, 0):
+            self._report(SystemExit(self._code))
+            return
+        try:
+            code = self._exited()
+        except BaseException as error:
+            if isinstance(error, Refused):
+                screen.remark(str(error))
+            else:
+                traceback.print_exc()
+            self._report(error)
+            code = EXIT_REFUSED if isinstance(error, Refused) else EXIT_FAILED
+        if code is not None:
+            leave(code)
