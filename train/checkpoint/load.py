@@ -133,7 +133,7 @@ def _member(of: Any, name: Any) -> Any:
     return _MEM_FORMAT_ENCODING[name]
 
 
-class _Reader(dcp.FileSystemReader):
+class SafeReader(dcp.FileSystemReader):
     """Reads the metadata once. DCP asks for them again, and another user could swap the file in between."""
 
     _known: Metadata | None = None
@@ -159,7 +159,7 @@ def weights_in(folder: Path) -> dict[str, Tensor]:
         ValueError: the checkpoint cannot be read.
     """
     try:
-        reader = _Reader(folder)
+        reader = SafeReader(folder)
         metadata = reader.read_metadata()
         written = {path: metadata.state_dict_metadata[key] for key, path in (metadata.planner_data or {}).items()}
         found = {

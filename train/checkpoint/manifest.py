@@ -149,7 +149,8 @@ def check_files(folder: Path, files: Files, beat: Callable[[], None] = lambda: N
 
 
 def files_below(folder: Path) -> list[str]:
-    """Return the paths of all files below a folder, relative to it. A library's checkpoint may have subfolders.
+    """Return the paths of all files below a folder, and of empty folders, relative to it. A library's checkpoint may
+    have subfolders.
 
     Raises:
         OSError: the system cannot read the folder.
@@ -157,7 +158,8 @@ def files_below(folder: Path) -> list[str]:
     found = []
     for entry in sorted(os.scandir(folder), key=lambda entry: entry.name):
         if entry.is_dir(follow_symlinks=False):
-            found += [f"{entry.name}/{name}" for name in files_below(Path(entry.path))]
+            inner = files_below(Path(entry.path))
+            found += [f"{entry.name}/{name}" for name in inner] or [entry.name]
         else:
             found.append(entry.name)
     return found

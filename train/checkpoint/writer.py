@@ -33,6 +33,7 @@ _BUFFERS = 3
 """One is filled, one is hashed and written, and a third may still wait for either."""
 _idle: list[mmap.mmap] = []
 """Buffers of closed files, to be used again: the first touch of memory costs more than writing it."""
+os.register_at_fork(after_in_child=_idle.clear)  # they are shared: two processes must not fill the same one
 
 
 def _buffer() -> mmap.mmap:

@@ -31,7 +31,8 @@ def mapped(value: Any, change: Callable[[Any], Any]) -> Any:
         return change(value)
     if isinstance(value, MutableMapping):
         made = copy.copy(value)  # a defaultdict cannot be made of items alone
-        made.update({key: mapped(inner, change) for key, inner in value.items()})
+        for key, inner in value.items():  # not update(), which adds to the counts of a Counter
+            made[key] = mapped(inner, change)
         return made
     if isinstance(value, PackedSequence):  # a named tuple whose sizes stay on the host
         return change(value)

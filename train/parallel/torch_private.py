@@ -77,6 +77,16 @@ def after_gradients(action: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(action)
 
 
+def has_rebuilt_buckets(ddp: Any) -> bool:
+    """Whether DDP has laid out its buckets by the order in which gradients become ready."""
+    return bool(getattr(ddp, "_has_rebuilt_buckets", True))
+
+
+def hook_states(ddp: Any) -> list[Any]:
+    """Return the states of DDP's communication hooks."""
+    return [state for _, state in getattr(ddp, "_comm_hooks", ())]
+
+
 def version_of(value: Any) -> int:
     """Return a number that changes with each write to a tensor, without waiting for the device; 0 for other things."""
     return getattr(value, "_version", 0)

@@ -18,7 +18,7 @@ from ..build.freeze import set_training
 from ..build.optimizer import evaluated_weights
 from ..build.schedule import Planned, Rates
 from ..build.updates import parts_kept
-from ..checkpoint.save import CannotSave
+from ..checkpoint.commit import CannotSave
 from ..errors import TrainingFailed
 from ..parallel import gather
 from ..run import heartbeat

@@ -1,0 +1,304 @@
+"""What a session may register, and its state in two parts: tensors, and plain values with a mark for each tensor."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from ..data.to_device import mapped
+from ..errors import Refused, one_line
+from ..parallel.torch_private import copy_metadata
+
+MODEL, OBJECTS = "model", "objects"
+"""Sections of a checkpoint: the tensors of modules, and those of all other objects."""
+Key = tuple[str, str]
+"""A section and a name in it."""
+_MARK = "\0tensor "
+_WRAPPERS = (DistributedDataParallel, nn.DataParallel)
+_SAVES_ITSELF = {
+    "FullyShardedDataParallel": "FSDP1 saves by itself; shard the model with fully_shard (FSDP2), or save it yourself",
+    "DeepSpeedEngine": "DeepSpeed saves by itself: call its save_checkpoint and load_checkpoint",
+    "DeepSpeedZeroOptimizer": "DeepSpeed saves by itself: call its save_checkpoint and load_checkpoint",
+    "DeepSpeedZeroOptimizer_Stage3": "DeepSpeed saves by itself: call its save_checkpoint and load_checkpoint",
+    "ZeroRedundancyOptimizer": "each rank has a part of its state; use a plain optimizer, or fully_shard (FSDP2)",
+}
+"""Maps classes that a session cannot save to what to do."""
+_SCALAR: Any = np.float64().__reduce__()[0]
+_ARRAY: Any = np.zeros(1).__reduce__()[0]
+_PLAIN: list[Any] = [
+    (_SCALAR, "numpy.core.multiarray.scalar"), (_SCALAR, "numpy._core.multiarray.scalar"),
+    (_ARRAY, "numpy.core.multiarray._reconstruct"), (_ARRAY, "numpy._core.multiarray._reconstruct"),
+    np.ndarray, np.dtype, *(type(np.dtype(code)) for code in "?bhilqBHILQefd"),
+]  # fmt: skip
+"""Classes of NumPy that execute nothing. torch allows none of them by itself."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Ref:
+    """A tensor of a state: where it lies in the checkpoint, and what it looks like."""
+
+    key: Key
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    of: str | int | None
+    """The tensor of the object that this one is spread over ranks like: a name of the module's state, or a number of an
+    optimizer's parameter."""
+    is_on_gpu: bool
+    is_parameter: bool
+    requires_grad: bool
+
+    def plain(self) -> list[Any]:
+        """Return it as plain values."""
+        return [*dataclasses.astuple(self)]
+
+    @classmethod
+    def of_plain(cls, values: list[Any]) -> Ref:
+        return cls(*values)
+
+    def empty(self, like: Any) -> Tensor:
+        """Return a tensor to read into, spread over ranks if `like` is."""
+        if isinstance(like, DTensor) and tuple(like.shape) == self.shape:
+            return torch.empty_like(like, dtype=self.dtype, requires_grad=False)
+        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype)
+
+
+@dataclasses.dataclass
+class Parts:
+    """A state in two parts."""
+
+    tensors: dict[Key, Tensor] = dataclasses.field(default_factory=dict)
+    refs: list[Any] = dataclasses.field(default_factory=list)
+    """The tensors by their marks: plain values of a Ref."""
+
+    def take_out(self, key: Callable[[int], Key], of: str | int | None = None) -> Callable[[Any], Any]:
+        """Return a function that returns a mark for a tensor, and other values as they are.
+
+        Args:
+            key: returns the key of the tensor with this number.
+        """
+
+        def mark(value: Any) -> Any:
+            if not isinstance(value, Tensor) or value.layout != torch.strided or value.is_quantized:
+                return value
+            number = len(self.refs)
+            tensor = value.detach().resolve_conj().resolve_neg()
+            stride = tensor.stride() if _is_dense(tensor) else torch.empty(tensor.shape, device="meta").stride()
+            kind = isinstance(value, nn.Parameter)
+            ref = Ref(key(number), tensor.dtype, tuple(tensor.shape), tuple(stride), of, tensor.device.type != "cpu",
+                      kind, value.requires_grad)  # fmt: skip
+            self.refs.append(ref.plain())
+            self.tensors[ref.key] = tensor
+            return f"{_MARK}{number}"
+
+        return mark
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    """Whether the elements lie in memory without gaps, each once."""
+    end = 1
+    for stride, count in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if count != 1 and stride != end:
+            return False
+        end *= count
+    return True
+
+
+def put_in(state: Any, tensor: Callable[[int], Tensor]) -> Any:
+    """Return a state with tensors instead of marks.
+
+    Args:
+        tensor: returns the tensor with this number.
+    """
+
+    def replaced(value: Any) -> Any:
+        is_mark = isinstance(value, str) and value.startswith(_MARK)
+        return tensor(int(value.removeprefix(_MARK))) if is_mark else value
+
+    return mapped(state, replaced)
+
+
+class Registered:
+    """A scheduler, a scaler, or any object with state_dict and load_state_dict."""
+
+    def __init__(self, name: str, value: Any) -> None:
+        self.name, self.value = name, value
+
+    def key(self, number: int) -> Key:
+        """Return the key of a tensor of its state."""
+        return OBJECTS, f"{self.name}.{number}"
+
+    def take_apart(self, parts: Parts) -> Any:
+        """Return the state with marks, after its tensors were put into `parts`."""
+        return mapped(self.value.state_dict(), parts.take_out(self.key))
+
+    def like(self, ref: Ref, number: int) -> Any:
+        """Return the tensor of the present object that this one of the saved state is spread over ranks like.
+
+        Args:
+            number: the place among the tensors of the object's state.
+        """
+        parts = Parts()
+        self.take_apart(parts)
+        present = list(parts.tensors.values())
+        return present[number] if number < len(present) else None
+
+    def load(self, state: Any) -> None:
+        """Load a whole state."""
+        self.value.load_state_dict(state)
+
+
+class Module(Registered):
+    """A module, under names that do not depend on DDP and torch.compile around it or parts of it."""
+
+    prefix = ""
+    """Precedes names in the checkpoint, if several modules are registered."""
+
+    def names(self) -> dict[str, str]:
+        """Map the names in a checkpoint to those of the module's own state."""
+        drops = {}
+        for path, module in self.value.named_modules():
+            inner = "module" if isinstance(module, _WRAPPERS) else "_orig_mod"
+            if isinstance(module, _WRAPPERS) or inner in dict(module.named_children()):
+                drops[f"{path}.{inner}" if path else inner] = inner
+        return {_clean(name, drops): name for name in self.value.state_dict()}
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the tensors of the state under clean names."""
+        state = self.value.state_dict()
+        found = {clean: state[name] for clean, name in self.names().items()}
+        return {self.prefix + name: one.detach() for name, one in found.items() if isinstance(one, Tensor)}
+
+    def take_apart(self, parts: Parts) -> Any:
+        state, found = self.value.state_dict(), {}
+        for clean, name in self.names().items():
+            key = MODEL, self.prefix + clean
+            found[clean] = mapped(state[name], parts.take_out(lambda _, key=key: key, of=name))  # type: ignore[misc]
+        return found
+
+    def like(self, ref: Ref, number: int) -> Any:
+        return self.value.state_dict().get(ref.of)
+
+    def load(self, state: Any) -> None:
+        own = self.names()
+        for these, those, what in ((state, own, "not in the model"), (own, state, "not in the checkpoint")):
+            if missing := [name for name in these if name not in those]:
+                raise ValueError(f"{missing[0]} is {what}")
+        found = OrderedDict((own[name], value) for name, value in state.items())
+        copy_metadata(found, self.value)
+        self.value.load_state_dict(found)
+
+
+def _clean(name: str, drops: Mapping[str, str]) -> str:
+    """Return a name without the parts that wrappers add."""
+    kept, path = [], ""
+    for part in name.split("."):
+        path = f"{path}.{part}" if path else part
+        if path not in drops:
+            kept.append(part)
+    return ".".join(kept)
+
+
+class Optimizer(Registered):
+    """An optimizer. What it holds of a parameter is spread over ranks as the parameter is."""
+
+    value: torch.optim.Optimizer
+
+    @property
+    def parameters(self) -> list[Tensor]:
+        return [parameter for group in self.value.param_groups for parameter in group["params"]]
+
+    def take_apart(self, parts: Parts) -> Any:
+        state = dict(self.value.state_dict())
+        held = state.pop("state", {})
+        made = mapped(state, parts.take_out(self.key))
+        made["state"] = {number: mapped(one, parts.take_out(self.key, of=number)) for number, one in held.items()}
+        return made
+
+    def like(self, ref: Ref, number: int) -> Any:
+        own = self.parameters
+        return own[ref.of] if isinstance(ref.of, int) and ref.of < len(own) else None
+
+    def load(self, state: Any) -> None:
+        super().load(state)
+        # torch casts moments to the type of their parameter, but some optimizers keep them in fp32 for bf16 weights
+        for number, parameter in enumerate(self.parameters):
+            for name, saved in state["state"].get(number, {}).items():
+                own = self.value.state.get(parameter, {}).get(name)
+                if isinstance(own, Tensor) and isinstance(saved, Tensor) and own.dtype != saved.dtype:
+                    self.value.state[parameter][name] = saved.to(own.device)
+
+
+def registered(name: str, value: Any) -> Registered:
+    """Return what stands for an object that a user registers.
+
+    Raises:
+        Refused: a checkpoint cannot hold it.
+    """
+    what = f"register({name}=…)"
+    parts = [value, *(value.modules() if isinstance(value, nn.Module) else ())]
+    classes = {base.__name__ for one in parts for base in type(one).__mro__}
+    for known, way in _SAVES_ITSELF.items():
+        if known in classes:
+            raise Refused(f"{what}: {way}; leave it out of register")
+    if isinstance(value, torch.Generator):
+        raise Refused(f"{what}: a session seeds generators itself; leave it out")
+    missing = [method for method in ("state_dict", "load_state_dict") if not callable(getattr(value, method, None))]
+    if missing or isinstance(value, type):
+        of = f"a {type(value).__name__} has no {' and no '.join(missing)}" if missing else "it is a class"
+        raise Refused(f"{what}: {of}; register objects with both methods, and put plain values into session.values")
+    if isinstance(value, nn.Module):
+        return Module(name, value)
+    inner = unwrapped(value)
+    return Optimizer(name, inner) if isinstance(inner, torch.optim.Optimizer) else Registered(name, value)
+
+
+def unwrapped(value: Any) -> Any:
+    """Return the optimizer inside the wrappers of Accelerate and Fabric, whose own hooks nothing calls."""
+    while isinstance(inner := getattr(value, "optimizer", None), torch.optim.Optimizer) and _is_wrapper(value):
+        value = inner
+    return value
+
+
+def _is_wrapper(value: Any) -> bool:
+    return type(value).__module__.split(".")[0] in ("accelerate", "lightning", "lightning_fabric", "pytorch_lightning")
+
+
+def packed(values: Any) -> bytes:
+    """Return plain values as bytes.
+
+    Raises:
+        ValueError: they could not be read back; the message names the class.
+    """
+    buffer = io.BytesIO()
+    try:
+        torch.save(values, buffer)
+    except Exception as error:  # pickle raises anything
+        raise ValueError(one_line(error)[:200]) from None
+    data = buffer.getvalue()
+    unpacked(data)
+    return data
+
+
+def unpacked(data: bytes) -> Any:
+    """Read plain values without executing anything.
+
+    Raises:
+        ValueError: they hold something else.
+    """
+    try:
+        with torch.serialization.safe_globals(_PLAIN):
+            return torch.load(io.BytesIO(data), weights_only=True)
+    except Exception as error:
+        text = str(error)
+        found = text.partition("GLOBAL ")[2].split()
+        raise ValueError(f"it holds {found[0]}, which is no plain value" if found else one_line(text)[:200]) from None

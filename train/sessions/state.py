@@ -1,0 +1,436 @@
+"""The state of a session: what is registered, its checkpoints, its updates, and the digest of its weights."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import logging
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+
+from ..checkpoint import manifest as manifests
+from ..checkpoint.commit import CannotSave, Committer, Content
+from ..checkpoint.load import SafeReader, reason_of
+from ..checkpoint.shares import Shares
+from ..checkpoint.state_dict import weights_sha256
+from ..checkpoint.writer import DurableWriter
+from ..config.schema import Checkpoint
+from ..errors import Refused, TrainingFailed, one_line
+from ..parallel.world import World
+from ..run import durable, heartbeat, owner
+from ..run.run_folder import Run
+from . import buckets, by_rank, objects
+from .objects import Key, Module, Optimizer, Parts, Ref, Registered
+from .updates import Updates
+
+log = logging.getLogger("train")
+
+LIBRARY = "library"
+"""Folder in a checkpoint for what a library writes by itself."""
+_PATIENCE = datetime.timedelta(hours=2)
+"""How long ranks wait for one that writes or reads a checkpoint."""
+_CPU = torch.device("cpu")
+
+
+class Place(Protocol):
+    """What this file needs to know of where a session runs."""
+
+    rank: int
+    size: int
+    local_rank: int
+    run: Run
+    attempt: int
+
+    def beat(self, phase: int, step: int) -> None:
+        """Give a sign of life."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Position:
+    """Where a loop stands: what comes next. A batch equal to the length of the loader: the work at the epoch's end."""
+
+    epoch: int = 0
+    batch: int = 0
+    updates: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Saved:
+    """What a session continues with, besides its objects, which are loaded."""
+
+    position: Position
+    values: dict[str, Any]
+    """This rank's plain values."""
+    metrics_bytes: int
+    """Length of metrics.jsonl at that time."""
+    library: Path | None = None
+    """The folder that a library has written."""
+
+
+class State:
+    """The registered objects and their checkpoints. Every method is called by all ranks alike."""
+
+    def __init__(self, place: Place, keep: int = Checkpoint.keep) -> None:
+        """
+        Args:
+            keep: number of checkpoints to keep: the newest ones.
+        """
+        self._place, self._kept = place, Checkpoint(keep=keep, asynchronous=False)
+        self._objects: dict[str, Registered] = {}
+        self._updates = Updates()
+        self._known_world: World | None = None
+        self._committer: Committer | None = None
+
+    # --- what is registered
+
+    def register(self, **given: Any) -> None:
+        """Register all that a checkpoint holds. Once, after everything is made.
+
+        Raises:
+            Refused: a checkpoint cannot hold an object, or this is the second call.
+        """
+        if self._objects:
+            raise Refused("session.register was called twice; register everything in one call, after all is made")
+        if not given:
+            raise Refused("session.register() has nothing to register; give it names: register(model=model)")
+        made = {name: objects.registered(name, value) for name, value in given.items()}
+        self._check_scalers(given)
+        for one in made.values():
+            self._check_plain(one)
+        several = sum(isinstance(one, Module) for one in made.values()) > 1
+        for one in made.values():
+            if isinstance(one, Module):
+                one.prefix = f"{one.name}." if several else ""
+                self.lay_buckets(one.value)
+            elif isinstance(one, Optimizer):
+                self._updates.follow(one.name, one.value)
+            elif isinstance(one.value, torch.amp.GradScaler):
+                self._updates.follow_scaler(one.value)
+        self._objects = made
+
+    def lay_buckets(self, module: nn.Module) -> None:
+        """Lay out the buckets of every DDP in a module, for a library that registers nothing."""
+        lines = buckets.lay_out(module)
+        for line in lines if self._place.rank == 0 else ():
+            log.warning("warning: %s", line)
+
+    def _check_plain(self, one: Registered) -> None:
+        try:
+            objects.packed(one.take_apart(Parts()))
+        except ValueError as error:
+            raise Refused(
+                f"register({one.name}=…): its state cannot be saved: {error}; state_dict() must hold only tensors, "
+                "numbers, strings, lists and dicts"
+            ) from None
+
+    def _check_scalers(self, given: dict[str, Any]) -> None:
+        for name, value in given.items():
+            scaler = getattr(value, "scaler", None)  # Accelerate's optimizer has one, which scales every loss
+            if isinstance(scaler, torch.amp.GradScaler) and not any(one is scaler for one in given.values()):
+                raise Refused(f"register({name}=…): its loss scaler is missing; add it: scaler=accelerator.scaler")
+
+    @property
+    def modules(self) -> dict[str, Module]:
+        return {name: one for name, one in self._objects.items() if isinstance(one, Module)}
+
+    # --- updates
+
+    @property
+    def updates(self) -> int:
+        """The optimizer updates so far; without an optimizer, the batches."""
+        return self._updates.total
+
+    @property
+    def is_clean(self) -> bool:
+        """Whether no gradient is pending."""
+        return self._updates.is_clean
+
+    def border(self) -> None:
+        """The body of a batch is over. Called before `updates` and `is_clean` are read."""
+        self._updates.end_body()
+
+    # --- saving
+
+    def save(
+        self, position: Position, values: dict[str, Any], metrics_bytes: int, *, is_last: bool = False,
+        write: Callable[[Path], None] | None = None,
+    ) -> bool:  # fmt: skip
+        """Save a checkpoint. Returns whether it is on the disk; a warning says why not. Before the first update there
+        is nothing to save.
+
+        The caller has made metrics.jsonl and the sample logs durable.
+
+        Args:
+            is_last: no other save follows, so an older checkpoint gives way if the disk is full.
+            write: writes what a library saves by itself into a folder. Called on all ranks.
+
+        Raises:
+            TrainingFailed: a value cannot be saved, or this was the last chance.
+        """
+        if not position.updates:
+            return False
+        self._place.beat(heartbeat.SAVING, position.updates)
+        if self._committer is None:
+            self._committer = Committer(
+                self._place.run, self._world, kept=self._kept, attempt=self._place.attempt, saved=self._note_saved
+            )
+        try:
+            self._committer.commit(position.updates, lambda: self._content(position, values, metrics_bytes, write))
+        except CannotSave as error:
+            if is_last and (older := self._committer.make_room(error)):
+                log.warning("warning: %s; the checkpoint of step %d was removed for the last one", error, older)
+                return self.save(position, values, metrics_bytes, is_last=True, write=write)
+            if is_last:
+                text = f"the checkpoint of step {position.updates} could not be saved: {error}"
+                raise TrainingFailed(text) from error
+            if self._place.rank == 0:
+                log.warning("warning: a checkpoint could not be saved (%s); training continues", error)
+            return False
+        return True
+
+    def _note_saved(self, step: int) -> None:
+        self._place.run.note(saved_step=step)
+
+    def _content(
+        self, position: Position, values: dict[str, Any], metrics_bytes: int, write: Callable[[Path], None] | None
+    ) -> Content:  # fmt: skip
+        """Return what a checkpoint will hold. A collective."""
+        parts, world = Parts(), self._world
+        states = {name: one.take_apart(parts) for name, one in self._objects.items()}
+        tree = {"states": states, "gradients": self._left_over(parts), "refs": parts.refs, "values": values}
+        problem, rest = "", b""
+        try:
+            rest = objects.packed(tree | {"updates": self._updates.state()})
+        except ValueError as error:
+            problem = self._problem(states, values, error)
+        sums = by_rank.sums_of(parts.tensors) if world.size > 1 else {}
+        found = world.gather((problem, sums, by_rank.digest_of(rest)))
+        if problem := next(filter(None, (one[0] for one in found)), ""):
+            raise TrainingFailed(problem)
+        rest_tensor = torch.frombuffer(bytearray(rest), dtype=torch.uint8)
+        if world.size > 1:
+            own = by_rank.part_of(
+                parts.tensors, rest_tensor, rank=world.rank, gathered=[(sums, digest) for _, sums, digest in found]
+            )
+        else:
+            own = {"rest": rest_tensor}
+            for (section, name), tensor in parts.tensors.items():
+                own.setdefault(section, {})[name] = tensor
+        facts = {
+            "format": manifests.WHOLE, "epoch": position.epoch + 1, "world_size": world.size,
+            "torch": torch.__version__,
+            "session": {
+                "registered": list(self._objects), "modules": list(self.modules), "metrics_bytes": metrics_bytes,
+                "position": dataclasses.asdict(position), "library": write is not None,
+            },
+        }  # fmt: skip
+        size = sum(tensor.nbytes for tensor in parts.tensors.values())  # DTensors count as a whole
+        return Content(size, lambda partial: self._write(partial, own, write), facts)
+
+    def _left_over(self, parts: Parts) -> dict[str, Any]:
+        """Return gradients that the next step may still use, where several optimizers take turns."""
+        found: dict[str, Any] = {}
+        for name in self._updates.left_over():
+            one = self._objects[name]
+            assert isinstance(one, Optimizer)
+            for number, parameter in enumerate(one.parameters):
+                if parameter.grad is not None:
+                    mark = parts.take_out(lambda _, key=(objects.OBJECTS, f"{name}.gradient.{number}"): key, number)  # type: ignore[misc]
+                    found.setdefault(name, {})[number] = mark(parameter.grad)
+        return found
+
+    def _problem(self, states: dict[str, Any], values: dict[str, Any], error: ValueError) -> str:
+        for name, state in states.items():
+            try:
+                objects.packed(state)
+            except ValueError as problem:
+                return f"the state of {name} cannot be saved: {problem}"
+        for name, value in values.items():
+            try:
+                objects.packed(value)
+            except ValueError as problem:
+                return f"session.values[{name!r}] cannot be saved: {problem}; keep only numbers, texts, lists and dicts"
+        return f"session.values cannot be saved: {error}"
+
+    def _write(
+        self, partial: Path, own: dict[str, Any], write: Callable[[Path], None] | None
+    ) -> manifests.Files:  # fmt: skip
+        writer, world = DurableWriter(partial), self._world
+        dcp.save(own, storage_writer=writer, process_group=world.group, no_dist=world.size == 1)
+        files = {name: entry for part in world.gather(writer.entries) for name, entry in part.items()}
+        if write is None:
+            return files
+        world.on_first((partial / LIBRARY).mkdir)
+        write(partial / LIBRARY)
+        world.barrier()
+        return files | world.on_first(lambda: dict(_durable(partial)))
+
+    # --- loading
+
+    def load(self) -> Saved | None:
+        """Load the newest whole checkpoint into the registered objects; None: there is none.
+
+        Raises:
+            Refused: it does not fit what is registered.
+        """
+        run, world = self._place.run, self._world
+        shares = Shares(run, world, lambda: self._place.beat(heartbeat.STARTING, 0))
+
+        def newest() -> tuple[int, dict[str, Any]]:
+            manifests.clean(run)  # what a kill left
+            step, manifest, unused = manifests.newest_valid(run, sets_aside=True, check=shares.check)
+            for line in unused:
+                log.warning("warning: %s", line)
+            return step, manifest
+
+        step, manifest = shares.on_first(newest)
+        return self._load(run.checkpoint(step), manifest) if manifest else None
+
+    def _load(self, folder: Path, manifest: dict[str, Any]) -> Saved:
+        self._check_fits(folder, manifest)
+        facts, same = manifest["session"], manifest["world_size"] == self._world.size
+        try:
+            owner.check_checkpoint(folder)
+            reading = _Reading(folder, self._world.rank if same else 0)
+            rest = reading.rest()
+        except (dcp.api.CheckpointException, ValueError, KeyError) as error:
+            raise Refused(f"{folder.name} cannot be read: {reason_of(error)}") from error
+        if not same and self._world.is_first:
+            before = manifest["world_size"]
+            own = "; what each rank had of its own is rank 0's now" if reading.has_own else ""
+            log.warning(
+                "warning: %s is of %d ranks, and this run has %d: sums differ in the last bits%s",
+                folder.name, before, self._world.size, own,
+            )  # fmt: skip
+        first = sorted(self._objects, key=lambda name: not isinstance(self._objects[name], (Module, Optimizer)))
+        for name in first:
+            try:
+                self._objects[name].load(reading.state(rest["states"][name], self._objects[name]))
+            except Exception as error:  # of torch, or of the user's load_state_dict
+                why = reason_of(error) if isinstance(error, dcp.api.CheckpointException) else one_line(error)[:300]
+                raise Refused(f"{name} does not fit the checkpoint {folder.name}: {why}") from error
+        for name, gradients in rest["gradients"].items():
+            one = self._objects[name]
+            assert isinstance(one, Optimizer)
+            for number, gradient in reading.state(gradients, one).items():
+                one.parameters[number].grad = gradient.to(one.parameters[number].device)
+        self._updates.load(rest["updates"])
+        library = folder / LIBRARY if facts["library"] else None
+        return Saved(Position(**facts["position"]), rest["values"], facts["metrics_bytes"], library)
+
+    def _check_fits(self, folder: Path, manifest: dict[str, Any]) -> None:
+        if "session" not in manifest:
+            raise Refused(f"{folder} is a checkpoint of a task, not of a session; choose another --name")
+        saved, own = set(manifest["session"]["registered"]), set(self._objects)
+        if lacks := sorted(saved - own):
+            raise Refused(f"{folder.name} holds {', '.join(lacks)}, which session.register does not name; register it")
+        if new := sorted(own - saved):
+            raise Refused(
+                f"{folder.name} does not hold {', '.join(new)}; leave it out of session.register, or start a new run"
+            )
+
+    # --- the end
+
+    def digest(self) -> str:
+        """Return the SHA-256 of the registered modules' tensors on rank 0; '' on other ranks and without a module."""
+        tensors: dict[str, Tensor] = {}
+        for one in self.modules.values():
+            tensors |= one.tensors()
+        found = weights_sha256(tensors, self._place.rank == 0) if tensors else ""
+        self._world.gather(None)  # a rank that has sent its part must not end while the first one still receives
+        return found
+
+    @property
+    def _world(self) -> World:
+        """The ranks, with a group on the CPU of their own.
+
+        Raises:
+            Refused: the script has not connected them.
+        """
+        if self._known_world is None:
+            place = self._place
+            if place.size > 1 and not dist.is_initialized():
+                raise Refused(
+                    f"there are {place.size} ranks, but torch.distributed does not connect them; call "
+                    "torch.distributed.init_process_group() before session.register"
+                )
+            alone = World(place.rank, size=place.size, local_rank=place.local_rank, device=_CPU)
+            self._known_world = alone.with_own_group(_PATIENCE)
+        return self._known_world
+
+
+class _Reading:
+    """Reads a checkpoint, each rank what it needs."""
+
+    def __init__(self, folder: Path, rank: int) -> None:
+        """
+        Args:
+            rank: the rank whose own part to read; rank 0's is that of all.
+        """
+        self._reader = SafeReader(folder)
+        self._sizes = self._reader.read_metadata()
+        self._paths = {path: key for key, path in (self._sizes.planner_data or {}).items()}
+        self._own = by_rank.section_of(rank)
+        self._refs: list[Ref] = []
+        self.has_own = any(str(path[0]).startswith(by_rank.section_of(0)[:-1]) for path in self._paths)
+
+    def rest(self) -> dict[str, Any]:
+        """Return the plain values."""
+        path: tuple[Any, ...] = (self._own, "rest") if (self._own, "rest") in self._paths else ("rest",)
+        stored: Any = self._sizes.state_dict_metadata[self._paths[path]]
+        data = torch.empty(stored.size, dtype=torch.uint8)
+        self._read({path: data})
+        found = objects.unpacked(data.numpy().tobytes())
+        self._refs = [Ref.of_plain(values) for values in found["refs"]]
+        return dict(found)
+
+    def state(self, state: Any, one: Registered) -> Any:
+        """Return the state of an object with its tensors."""
+        numbers: list[int] = []
+        objects.put_in(state, lambda number: numbers.append(number) or torch.empty(0))  # type: ignore[func-returns-value]
+        places: dict[tuple[Any, ...], Tensor] = {}
+        made: dict[int, Tensor] = {}
+        for place, number in enumerate(dict.fromkeys(numbers)):
+            ref = self._refs[number]
+            made[number] = places[self._path(ref.key)] = ref.empty(one.like(ref, place))
+        self._read(places)
+        return objects.put_in(state, lambda number: _as_it_was(made[number], self._refs[number], one))
+
+    def _path(self, key: Key) -> tuple[Any, ...]:
+        own = self._own, ".".join(key)
+        return own if own in self._paths else key
+
+    def _read(self, places: dict[tuple[Any, ...], Tensor]) -> None:
+        tree: dict[str, Any] = {}
+        for path, tensor in places.items():
+            if len(path) == 1:
+                tree[path[0]] = tensor
+            else:
+                tree.setdefault(path[0], {})[path[1]] = tensor
+        if tree:
+            dcp.load(tree, storage_reader=self._reader, no_dist=True)
+
+
+def _as_it_was(tensor: Tensor, ref: Ref, one: Registered) -> Tensor:
+    """Return a tensor on the kind of device and of the kind that it was saved from."""
+    is_torchs = isinstance(one, (Module, Optimizer))  # they put values where they belong
+    if ref.is_on_gpu and not is_torchs and torch.cuda.is_available():
+        tensor = tensor.to(torch.device("cuda", torch.cuda.current_device()))
+    return nn.Parameter(tensor, ref.requires_grad) if ref.is_parameter else tensor.requires_grad_(ref.requires_grad)
+
+
+def _durable(partial: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Make what a library has written durable, and yield the manifest's entries."""
+    for place, _, names in os.walk(partial / LIBRARY):
+        for name in names:
+            path = Path(place, name)
+            durable.sync(path)
+            yield str(path.relative_to(partial)), manifests.file_digest(path)
+        durable.sync(Path(place))
