@@ -33,7 +33,9 @@ from .own_run import OwnRun
 SAVE, STOP = "save", "stop"
 """What `Place.due` can say."""
 _MEETING = datetime.timedelta(seconds=300)
-"""How long the ranks of a run of its own wait for rank 0 to make the folder."""
+"""How long a rank tries to reach the store."""
+_PATIENCE = datetime.timedelta(hours=2)
+"""How long ranks wait for one that makes a folder or verifies a checkpoint."""
 _LAST_WAIT = datetime.timedelta(seconds=60)
 """How long a rank that has stopped waits until rank 0 has recorded it."""
 _NOTE_EVERY = 1.0
@@ -100,19 +102,38 @@ class Place:
 
     def _run_of_its_own(self) -> tuple[Run, int]:
         """Make the run on rank 0, and tell the others."""
+
+        def make() -> str:
+            self._own = OwnRun(ranks=self.size, stop=self.stop)
+            return f"{self._own.attempt} {self._own.run.path}"
+
+        attempt, _, path = self.agree("run", make).partition(" ")
+        return self._own.run if self._own is not None else Run(Path(path)).held(), int(attempt)
+
+    def agree(self, key: str, make: Callable[[], str]) -> str:
+        """Return on every rank what `make` gives on rank 0. Works without a process group.
+
+        Args:
+            key: A name that is used once.
+
+        Raises:
+            Refused: `make` is refused on rank 0.
+        """
+        if self._store is None:
+            return make()
         if self.is_first:
             try:
-                self._own = OwnRun(ranks=self.size, stop=self.stop)
+                text = make()
             except BaseException as error:
-                self._tell("run", f"!{error}")
+                self._tell(key, f"!{error}")
                 raise
-            self._tell("run", f"{self._own.attempt} {self._own.run.path}")
-            return self._own.run, self._own.attempt
-        told = self._store.get("run").decode()
+            self._tell(key, f"={text}")
+            return text
+        self._store.wait([key], _PATIENCE)
+        told = str(self._store.get(key).decode())
         if told.startswith("!"):
             raise Refused(told[1:])
-        attempt, _, path = told.partition(" ")
-        return Run(Path(path)).held(), int(attempt)
+        return told[1:]
 
     def _tell(self, key: str, text: str) -> None:
         if self._store is not None:
