@@ -51,6 +51,7 @@ def task_of(run: Run, spec: Spec) -> Task:
     if not spec.task:
         raise Refused(f"{run.folder / 'run.json'} names no task; put it back")
     os.environ["TRAIN_RUN_DIR"] = str(run.path)  # for the task's own files, in data workers too
+    os.environ["TRAIN_NAME"] = run.name
     task = _loaded(run, spec)
     # in a run of before, a function of these names was a helper of the task
     return task if spec.sampler else task.without_sampler()

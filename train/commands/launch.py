@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from .. import screen
 from ..errors import EXIT_FINISHED, Refused
 from .completion_values import words
-from .options import add_nodes, add_ranks, add_task, check_now, follow, nodes_of, request_of, warn
+from .options import add_nodes, add_on_restart, add_ranks, add_task, check_now, follow, nodes_of, request_of, warn
 from .parser import Parser, number
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ EXAMPLES = {
     "train launch spirals.py --gpus 2 --epochs 20 --optim.lr 0.01": (
         "Train your own task on two GPUs. Every config field is a flag."
     ),
-    "train launch --script train.py --nproc 2 --max-restarts 3 -- --lr 0.1": (
+    "train launch --script train.py --on-restart '--resume {newest:{run}/*.pt}' -- --out {run}": (
         "Start your own torchrun program, and restart it after a crash. Its own arguments follow after --"
     ),
 }
@@ -32,13 +32,17 @@ def add_arguments(parser: Parser) -> None:
     """Add the task with its fields, or the script with its arguments; the ranks and the machines."""
     parser.takes_fields = True
     parser.usage = "train launch TASK [--FLAG VALUE ...]\n       train launch --script FILE [--FLAG VALUE ...] -- ARGS"
+    parser.usage += "\n       train launch --module NAME [--FLAG VALUE ...] -- ARGS"
     add = parser.add_argument
     add_task(parser, nargs="?")
     add_ranks(parser)
     add_nodes(parser)
     add("--script", metavar="FILE", help="Start this torchrun program instead of a TASK.")
-    add("arguments", nargs="*", metavar="-- ARGS", help="Arguments of the --script.", offer=words())
-    parser.rest = "script"
+    add("--module", metavar="NAME", help="Start this module like python -m, instead of a TASK.")
+    add_on_restart(parser)
+    text = "Arguments of the --script or --module. {run} in them is replaced by the run folder."
+    add("arguments", nargs="*", metavar="-- ARGS", help=text, offer=words())
+    parser.rest = ("script", "module")
 
 
 def run(options: Namespace, runs: Path) -> int:
@@ -58,15 +62,19 @@ def start(options: Namespace, runs: Path) -> tuple[Path, str]:
     cluster = nodes_of(options)
     if cluster and not options.name:
         raise Refused("--nnodes needs --name NAME too; give the same name on every machine")
-    name = options.name or folders.fresh_name(runs, Path(options.script or options.task).stem)
+    name = options.name or folders.fresh_name(runs, options.module or Path(options.script or options.task).stem)
     runs = runs_of_node(runs, name, cluster=cluster, flags=options.flags, config_file=options.config)
     folders.check_free(runs, name)
     common: dict[str, Any] = {
         "runs": str(runs), "name": name, "nproc": options.nproc, "gpus": options.gpus, "max_restarts": restarts,
         "keep_env": options.keep_env or [],
     }  # fmt: skip
-    if options.script:
-        warn(NewScript(options.script, arguments=options.arguments, flags=options.flags, **common).start())
+    if options.task is None:
+        launch = NewScript(
+            options.script or "", module=options.module or "", arguments=options.arguments,
+            on_restart=options.on_restart, flags=options.flags, **common,
+        )  # fmt: skip
+        warn(launch.start())
     else:
         warn(NewRun(**vars(request), cluster=cluster, **common).start())
     record = folders.find(runs, name).read()
@@ -77,9 +85,12 @@ def start(options: Namespace, runs: Path) -> tuple[Path, str]:
 
 def _check(options: Namespace, request: Request, runs: Path) -> None:
     """Refuse options that exclude each other, and what can be found wrong without torch."""
-    if (options.script is None) == (options.task is None):
-        raise Refused("give a TASK, or --script FILE with its arguments after --; see: train launch --help")
-    if options.script is None:
+    if sum(given is not None for given in (options.script, options.module, options.task)) != 1:
+        way = "a TASK, or --script FILE or --module NAME with arguments after --"
+        raise Refused(f"give one of: {way}; see: train launch --help")
+    if options.task is not None:
+        if options.on_restart is not None:
+            raise Refused("--on-restart is for scripts; a task continues from its checkpoint by itself")
         if options.arguments:
             raise Refused(f"unexpected {options.arguments[0]}: a TASK takes flags only; see: train launch --help")
         check_now(request, runs)
@@ -90,5 +101,7 @@ def _check(options: Namespace, request: Request, runs: Path) -> None:
         raise Refused("--nnodes is for tasks; start a script on several machines with torchrun")
     from ..launcher import script
 
-    script.watch_flags(options.flags)
-    script.check_readable(Path(options.script), "--script")
+    script.check_now(
+        options.script or "", module=options.module or "", arguments=options.arguments, on_restart=options.on_restart,
+        flags=options.flags,
+    )  # fmt: skip

@@ -79,10 +79,23 @@ def add_ranks(parser: Parser) -> None:
     add("--gpus", metavar="N|IDS", help=text)
     text = "Show the progress until the run ends, then exit with its code: 0, 3 or 75."
     add("--follow", action="store_true", help=text)
-    text = "Maximum number of restarts in a row without a newer state; then the run fails. Default: 3; of a script: 0."
+    text = (
+        "Maximum number of restarts in a row without a newer state; then the run fails. Default: 3; of a script 0, "
+        "unless it has --on-restart or a session."
+    )
     add("--max-restarts", metavar="K", help=text)
     text = "Keep this environment variable for resumes, too. May be given several times."
     add("--keep-env", metavar="NAME", action="append", help=text)
+
+
+def add_on_restart(parser: Parser) -> None:
+    """Add the arguments with which a script is started again."""
+    text = (
+        "Arguments of the script that a restart or resume adds, or replaces by name. {run}: the run folder. "
+        "{newest:GLOB}: the newest match. '': the script continues by itself."
+    )
+    parser.add_argument("--on-restart", metavar="'ARGS'", help=text)
+    parser.verbatim.add("--on-restart")
 
 
 def add_nodes(parser: Parser) -> None:

@@ -54,8 +54,10 @@ class Parser(argparse.ArgumentParser):
         """The config fields that help lists; (): all. The command refuses the others. Set with `takes_fields`."""
         self.fields_section = ""
         """Heading of the help under which the most common fields are listed; '': among the first options."""
-        self.rest: str | None = None
-        """The option that allows arguments after --; they are then in `options.arguments`."""
+        self.rest: tuple[str, ...] = ()
+        """The options each of which allows arguments after --; they are then in `options.arguments`."""
+        self.verbatim: set[str] = set()
+        """Flags whose value may itself start with --, as in `--on-restart --resume`."""
         formatter: Any = argparse.RawDescriptionHelpFormatter
         super().__init__(allow_abbrev=False, formatter_class=formatter, add_help=False, **kwargs)
         self._positionals.title = "arguments"
@@ -187,10 +189,10 @@ def parse(parser: Parser, arguments: list[str]) -> Namespace:
     """
     end = arguments.index("--") if "--" in arguments else len(arguments)
     options = parser.parse_args(_in_order(parser, arguments[:end]), Namespace(flags={}))
-    if parser.rest is not None and getattr(options, parser.rest) is not None:
+    if any(getattr(options, name) is not None for name in parser.rest):
         options.arguments = arguments[end + 1 :]
     elif arguments[end:]:
-        raise Refused(f"only launch --script takes arguments after --; see: {parser.prog} --help")
+        raise Refused(f"only launch --script and --module take arguments after --; see: {parser.prog} --help")
     return options
 
 
@@ -222,7 +224,7 @@ def _in_order(parser: Parser, arguments: list[str]) -> list[str]:
         action = parser.short.get(name) or parser.flag(name[2:])
         name = action.option_strings[-1]
         if action.nargs != 0 and not equals:
-            if not left or left[-1].startswith("--"):
+            if not left or (left[-1].startswith("--") and name not in parser.verbatim):
                 raise Refused(f"{name} needs a value; see: {parser.prog} --help")
             equals, value = "=", left.pop()
         flags.append(name + equals + value)

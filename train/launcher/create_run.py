@@ -170,7 +170,7 @@ def _check_still_wanted(run: Run, record: Record) -> dict[str, int]:
     if not ownership.was_started_here(run.path, record):
         raise Refused(f"{run.name} counts as a copy; only its user resumes it: train resume {run.name}")
     if not resumable.keeper_may_start(record):
-        raise Refused(f"{run.name} was launched without --max-restarts; only its user starts it again")
+        raise Refused(f"{run.name} is not restarted by itself (--max-restarts); only its user starts it again")
     count = resumable.keeper_count(run, record)
     if reason := resumable.why_given_up(record, count):
         attempts.record_end(run, states.FAILED, reason=reason)

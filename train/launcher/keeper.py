@@ -185,7 +185,9 @@ def _resume_if_interrupted(run: Run, tell: _Log, ended: threading.Event) -> None
     if is_wanted is None:
         tell(run, f"left alone, because it counts as a copy; to continue it: train resume {run.name}")
     elif is_wanted and not resumable.keeper_may_start(record):
-        why = f"it is a {program.name} that was launched without --max-restarts"
+        why = f"it is a {program.name} whose restart {programs.BEGINS_ANEW}"
+        if record.get("max_restarts") == 0:
+            why = f"it is a {program.name} with --max-restarts 0"
         tell(run, f"left alone, because {why}; to start it again: train resume {run.name}")
         return
     if ended.is_set() or not is_wanted:

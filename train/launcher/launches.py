@@ -97,14 +97,19 @@ class NewScript(_New):
     """A new run of a torchrun program.
 
     Args:
-        script: Path of the script.
+        script: Path of the script; '': `module` says what to start.
+        module: Dotted name of a module to start like `python -m`.
         arguments: Arguments of the script.
+        on_restart: Arguments that a restart adds or replaces, as one text; '': none, the script continues by itself;
+            None: the user has not said how it continues.
         flags: Maps `watch.*` fields to values, as text.
     """
 
-    script: str
+    script: str = ""
     _: dataclasses.KW_ONLY
+    module: str = ""
     arguments: list[str] = dataclasses.field(default_factory=list)
+    on_restart: str | None = None
     flags: dict[str, str] = dataclasses.field(default_factory=dict)
 
     def check(self) -> Plan:
@@ -112,8 +117,10 @@ class NewScript(_New):
         from .ranks_and_gpus import choose
 
         ranks, visible = choose(self.nproc, self.gpus)
-        record = script.check(self.script, self.arguments, self.flags)
-        return Plan(files={}, record=record, ranks=ranks, visible=visible)
+        record, warnings = script.check(
+            self.script, module=self.module, arguments=self.arguments, on_restart=self.on_restart, flags=self.flags
+        )
+        return Plan(files={}, record=record, warnings=warnings, ranks=ranks, visible=visible)
 
     def open(self, environ: Mapping[str, str]) -> OpenedRun:
         from .create_run import create
@@ -165,11 +172,13 @@ class Resume(_Launch):
 
     Args:
         flags: Maps config fields that change to their values, as text. For a script: its `watch.*` fields.
+        on_restart: For a script: its new arguments for restarts, as in `NewScript`; None: they stay.
         cluster: The fields of nodes.Settings. None keeps the machines, {} uses only this one.
         by_keeper: Whether the keeper resumes the run. Then whether it should is checked again with the lock held.
     """
 
     flags: dict[str, str] = dataclasses.field(default_factory=dict)
+    on_restart: str | None = None
     cluster: dict[str, Any] | None = None
     by_keeper: bool = False
 
@@ -180,8 +189,10 @@ class Resume(_Launch):
         run, record = self.run, self.run.read()
         ranks, visible = choose_again(run, record, nproc=self.nproc, gpus=self.gpus, now=self.visible)
         if isinstance(programs.of_record(record), programs.Script):
-            fields, warnings = script.check_again(run, self.flags)
+            fields, warnings = script.check_again(run, self.flags, self.on_restart)
             return Plan(files={}, record=fields, warnings=warnings, ranks=ranks, visible=visible)
+        if self.on_restart is not None:
+            raise Refused(f"--on-restart is for scripts, and {run.name} runs a task, which continues by itself")
         from .. import config as configuration
         from .resume import prepare_resume
 

@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import os
+import re
+import socket
+import sys
+from collections.abc import Iterable
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any
 
@@ -11,33 +16,141 @@ from ..gpus import seen_here
 from ..run import imports, owner
 from ..run.run_folder import Run
 from ..run.spec import read_spec
-from ..supervise import programs
+from ..supervise import programs, script_command
 from . import provenance
 
+_PORT = re.compile(rb"""MASTER_PORT['"]?\s*(?:\]\s*=|,|:|=)\s*(?:str\()?['"]?(\d{2,5})\b""")
+"""Where a source sets MASTER_PORT to a number."""
 
-def check(script: str, arguments: list[str], flags: dict[str, str]) -> dict[str, Any]:
-    """Check a new script and its limits. Returns fields of run.json.
+
+def check(
+    script: str, *, module: str = "", arguments: list[str], on_restart: str | None, flags: dict[str, str]
+) -> tuple[dict[str, Any], list[str]]:
+    """Check a new script and its limits. Returns fields of run.json, and warnings.
+
+    Args:
+        script: Path of the script; '': `module` says what to start.
+        module: Dotted name of a module.
+        on_restart: Text of --on-restart; None: not given.
 
     Raises:
         Refused: the file cannot be read, or a field is not for scripts.
     """
-    watch, path = watch_flags(flags), Path(script).absolute()
-    check_readable(path, "--script")
-    return {
-        "watch": watch, "script": str(path), "script_arguments": arguments, "script_files": imports.of_script(path),
-        "cwd": os.getcwd(), "versions": provenance.versions(seen_here()),
+    path, words = check_now(script, module=module, arguments=arguments, on_restart=on_restart, flags=flags)
+    files = imports.of_script(path)
+    record = {
+        "watch": watch_flags(flags), "script": str(path), "script_module": module, "script_arguments": arguments,
+        "on_restart": words, "script_files": files, "cwd": os.getcwd(), "versions": provenance.versions(seen_here()),
     }  # fmt: skip
+    warnings = _ports_in_use(path, [Path(name) for name in files if name.endswith(".py")])
+    if begins_anew(path, record):
+        warnings.append(f"a restart of {path.name} {programs.BEGINS_ANEW}; {programs.SAY_HOW}")
+    return record, warnings
 
 
-def check_again(run: Run, flags: dict[str, str]) -> tuple[dict[str, Any], list[str]]:
+def check_now(
+    script: str, *, module: str, arguments: list[str], on_restart: str | None, flags: dict[str, str]
+) -> tuple[Path, list[str] | None]:
+    """Check what can be checked without a process for it; arguments as in `check`.
+
+    Returns the script's file, and the words of --on-restart.
+
+    Raises:
+        Refused: the file cannot be read, an argument is broken, or a field is not for scripts.
+    """
+    watch_flags(flags)
+    script_command.check_arguments(arguments)
+    words = None if on_restart is None else script_command.split(on_restart)
+    path = find_module(module) if module else Path(script).absolute()
+    check_readable(path, "--module" if module else "--script")
+    return path, words
+
+
+def check_again(run: Run, flags: dict[str, str], on_restart: str | None) -> tuple[dict[str, Any], list[str]]:
     """Check a script that is started again. Returns fields of run.json, and a warning for each file that has changed.
+
+    Args:
+        on_restart: New arguments for restarts, as one text; None: they stay.
 
     Raises:
         Refused: the file cannot be read any more, or a field is not for scripts.
     """
     watch, spec = watch_flags(flags), read_spec(run)
-    check_readable(Path(spec.script), f"{run.name} runs", "; put it back")
-    return {"watch": dict(spec.watch) | watch}, programs.SCRIPT.edited(spec, run.name)
+    path = find_module(spec.script_module) if spec.script_module else Path(spec.script)
+    check_readable(path, f"{run.name} runs", "; put it back")
+    record: dict[str, Any] = {"watch": dict(spec.watch) | watch}
+    if on_restart is not None:
+        record["on_restart"] = script_command.split(on_restart)
+    return record, programs.SCRIPT.edited(spec, run.name)
+
+
+def find_module(name: str) -> Path:
+    """Return the file that `python -m NAME` executes, without importing anything.
+
+    Raises:
+        Refused: there is no such module, or it cannot be executed.
+    """
+    here = [] if os.environ.get("PYTHONSAFEPATH") else [os.getcwd()]
+    places: list[str] | None = [*here, *filter(None, sys.path)]
+    spec, full = None, ""
+    for part in name.split("."):
+        full = f"{full}.{part}".lstrip(".")
+        spec = _found(full, places) if part.isidentifier() and places is not None else None
+        if spec is None:
+            raise Refused(f"--module {name}: there is no module {full} here; give a name as for python -m, or --script")
+        places = list(spec.submodule_search_locations) if spec.submodule_search_locations is not None else None
+    if places is not None:
+        spec = _found(f"{full}.__main__", places)
+        if spec is None:
+            raise Refused(f"--module {name}: a package without __main__.py; give one of its modules: {name}.MODULE")
+    if spec is None or not (spec.origin or "").endswith(".py"):
+        raise Refused(f"--module {name}: no Python source; give a module that is written in Python")
+    return Path(str(spec.origin)).absolute()
+
+
+def _found(full: str, places: list[str] | None) -> ModuleSpec | None:
+    """Return where Python would find a module in these folders."""
+    for finder in sys.meta_path:
+        search = getattr(finder, "find_spec", None)
+        if search is not None and (found := search(full, places)) is not None:
+            return found
+    return None
+
+
+def begins_anew(path: Path, record: dict[str, Any]) -> bool:
+    """Whether nothing says that a restart of this new script continues: no --on-restart, and no session in sight."""
+    if record.get("on_restart") is not None:
+        return False
+    names = [path, *map(Path, record.get("script_files", ()))]
+    return not any(re.search(rb"^\s*(import|from)\s+trainstation\b", _read(name), re.MULTILINE) for name in names)
+
+
+def _ports_in_use(script: Path, files: Iterable[Path]) -> list[str]:
+    """Return a warning if these files set MASTER_PORT to a port that is in use on this machine."""
+    for file in (script, *files):
+        for found in _PORT.finditer(_read(file)):
+            port = int(found[1])
+            if 0 < port < 1 << 16 and not _is_free(port):
+                return [
+                    f"{file.name} sets MASTER_PORT to {port}, which is in use on this machine; "
+                    "leave MASTER_PORT out there: the launcher sets a free one"
+                ]
+    return []
+
+
+def _is_free(port: int) -> bool:
+    try:
+        socket.create_server(("127.0.0.1", port)).close()
+    except OSError:
+        return False
+    return True
+
+
+def _read(file: Path) -> bytes:
+    try:
+        return file.read_bytes()
+    except OSError:
+        return b""
 
 
 def check_readable(path: Path, what: str, remedy: str = "") -> None:

@@ -9,6 +9,7 @@ from ..errors import EXIT_FAILED, EXIT_FINISHED, Refused
 from ..run import states
 from ..run.record import Record
 from ..run.run_folder import Run
+from ..run.spec import spec_of
 from ..supervise import attempts, programs
 
 
@@ -80,7 +81,5 @@ def how_it_stands(record: Record) -> tuple[int, str]:
         return EXIT_FAILED, f"{name} failed: {record['reason']}"
     if record["state"] == states.FINISHED:
         return EXIT_FINISHED, f"{name} has finished"
-    return (
-        EXIT_FINISHED,
-        f"{name}: {record['reason'] or record['state']}; {programs.of_record(record).after_stop(name)}",
-    )
+    then = programs.of_record(record).after_stop(spec_of(record, {}), name)
+    return EXIT_FINISHED, f"{name}: {record['reason'] or record['state']}; {then}"

@@ -112,7 +112,8 @@ class Record(TypedDict):
     """The digest with that station's key."""
     nproc: NotRequired[int]
     gpus: NotRequired[str | None]
-    max_restarts: NotRequired[int]
+    max_restarts: NotRequired[int | None]
+    """None: not chosen, so the program decides when a rank dies. Runs of earlier releases have no such field."""
     kept: NotRequired[dict[str, int] | None]
     """How often the keeper has resumed the run, and at which step."""
     torchelastic: NotRequired[str | None]
@@ -161,9 +162,13 @@ class Record(TypedDict):
 
     script: NotRequired[str]
     """Path of the script, in a run of a script."""
+    script_module: NotRequired[str]
+    """The dotted name that was launched instead of a path; '': a path was."""
     script_arguments: NotRequired[list[str]]
     session: NotRequired[bool]
     """Whether the script has opened a session (sessions/place.py)."""
+    on_restart: NotRequired[list[str] | None]
+    """Arguments that a restart or resume adds or replaces. None: the user has not said how the script continues."""
     script_files: NotRequired[dict[str, str]]
     watch: NotRequired[dict[str, Any]]
 

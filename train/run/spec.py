@@ -41,7 +41,12 @@ class Spec:
     """Maps files that the task needs and that are not copied to their digests."""
     script: str
     """Path of the script; '' for a task."""
+    script_module: str
+    """The dotted name with which a script is started (`python -m`); '': by its path."""
     script_arguments: tuple[str, ...]
+    on_restart: tuple[str, ...] | None
+    """Arguments that a restart of a script adds or replaces; (): none, the script continues by itself; None: the user
+    has not said how it continues."""
     script_files: Mapping[str, str]
     """Maps the script and the files that it imports to their digests."""
     watch: Mapping[str, Any]
@@ -60,7 +65,8 @@ class Spec:
     submitted: Submitted | None
     """The engine that starts the run; None: its user does."""
     submission: str
-    max_restarts: int
+    max_restarts: int | None
+    """Maximum number of restarts in a row without progress. None: not chosen; ask the program (`restarts`)."""
 
     # where it starts, and by which rules
     forked_from: Mapping[str, Any] | None
@@ -146,7 +152,9 @@ def spec_of(record: Record, config: Mapping[str, Any]) -> Spec:
         task_imports=record.get("task_imports") or {},
         task_watched=record.get("task_watched") or {},
         script=record.get("script") or "",
+        script_module=record.get("script_module") or "",
         script_arguments=tuple(record.get("script_arguments") or ()),
+        on_restart=None if (words := record.get("on_restart")) is None else tuple(words),
         script_files=record.get("script_files") or {},
         watch=record.get("watch") or {},
         cwd=record.get("cwd") or "",
@@ -156,7 +164,7 @@ def spec_of(record: Record, config: Mapping[str, Any]) -> Spec:
         cluster=record.get("cluster") or None,
         submitted=record.get("submitted"),
         submission=record.get("submission") or "",
-        max_restarts=MAX_RESTARTS if record.get("max_restarts") is None else record["max_restarts"],
+        max_restarts=record.get("max_restarts", MAX_RESTARTS),
         forked_from=record.get("forked_from") or None,
         init=tuple(record.get("init") or ()),
         chosen=tuple(record.get("chosen") or ()),

@@ -366,7 +366,7 @@ class Supervisor:
             is_ready=bool((record.get("attempts") or [{}])[-1].get("ready")),
             progress=self.has_progressed(record) or ran_well,
             deaths=deaths,
-            max_restarts=self.spec.max_restarts,
+            max_restarts=self._program.restarts(self.spec),
             healthy_minutes=programs.healthy_minutes(self.spec),
             is_for_look=self.is_for_look,
         )

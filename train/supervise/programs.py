@@ -22,7 +22,7 @@ from ..run.outcome import first_fault
 from ..run.record import Attempt, Record
 from ..run.run_folder import Lock, Run
 from ..run.spec import Spec
-from . import diagnose
+from . import diagnose, script_command
 from .decide import Death, Facts, LaunchMode
 
 if TYPE_CHECKING:
@@ -33,6 +33,9 @@ if TYPE_CHECKING:
 Say = Callable[[str], None]
 KEEPER_TRIES = 3
 """Maximum number of resumes of a task by the keeper in a row without a new checkpoint. The next death fails the run."""
+BEGINS_ANEW = "begins at step 0, unless the script loads its own checkpoint"
+"""What a restart does without --on-restart and without a session."""
+SAY_HOW = "if it can continue: --on-restart 'ARGS' ('' if it does so by itself)"
 _KILLED_FROM_OUTSIDE = (-signal.SIGKILL, -signal.SIGSEGV, -signal.SIGBUS)
 """Exit codes of a script's rank that was killed. Errors of other ranks are then only consequences."""
 
@@ -42,8 +45,8 @@ class Program(abc.ABC):
 
     name: str
     """The word for it in messages, and the label of its file in `train show`."""
-    default_restarts: int
-    """Default of --max-restarts for a new run."""
+    default_restarts: int | None
+    """Default of --max-restarts for a new run; None: `restarts` decides when a rank dies."""
     shows_log: bool
     """Whether a terminal that follows the run shows the log of a rank, and not a progress bar."""
     lacks: ClassVar[Mapping[str, str]] = {}
@@ -119,6 +122,14 @@ class Program(abc.ABC):
         """Return the end of `interrupted 3 times in a row …`."""
 
     @abc.abstractmethod
+    def continues(self, spec: Spec) -> bool:
+        """Whether a restart continues where the run was. Otherwise it may begin at step 0."""
+
+    @abc.abstractmethod
+    def restarts(self, spec: Spec) -> int:
+        """Return the maximum number of restarts in a row without progress."""
+
+    @abc.abstractmethod
     def keeper_tries(self, spec: Spec) -> int:
         """Return how often in a row without progress the keeper starts the run again; 0: never."""
 
@@ -129,7 +140,7 @@ class Program(abc.ABC):
         """Return what to say before waiting for a polite stop, if the program may ignore it for ever; else ''."""
 
     @abc.abstractmethod
-    def after_stop(self, name: str) -> str:
+    def after_stop(self, spec: Spec, name: str) -> str:
         """Return how a user continues a stopped run."""
 
     @abc.abstractmethod
@@ -153,6 +164,10 @@ class Program(abc.ABC):
     @abc.abstractmethod
     def new_code(self, spec: Spec, name: str) -> str:
         """Return the command that runs changed code after a failure; '' if a resume already does."""
+
+    @abc.abstractmethod
+    def on_restart(self, spec: Spec) -> str:
+        """Return how a restart continues, if that differs from run to run; else ''."""
 
     @abc.abstractmethod
     def command_line(self, spec: Spec) -> str:
@@ -217,13 +232,19 @@ class Task(Program):
     def no_progress(self, spec: Spec) -> str:
         return "without a new checkpoint"
 
+    def continues(self, spec: Spec) -> bool:
+        return True
+
+    def restarts(self, spec: Spec) -> int:
+        return specs.MAX_RESTARTS if spec.max_restarts is None else spec.max_restarts
+
     def keeper_tries(self, spec: Spec) -> int:
         return KEEPER_TRIES
 
     def stop_remark(self, name: str) -> str:
         return ""
 
-    def after_stop(self, name: str) -> str:
+    def after_stop(self, spec: Spec, name: str) -> str:
         return f"continue with: train resume {name}"
 
     def train_more(self, name: str, reason: str) -> str:
@@ -242,6 +263,9 @@ class Task(Program):
     def new_code(self, spec: Spec, name: str) -> str:
         return imports.fork_with(name, spec.task_source) if spec.task_source else ""
 
+    def on_restart(self, spec: Spec) -> str:
+        return ""
+
     def command_line(self, spec: Spec) -> str:
         return ""
 
@@ -249,12 +273,12 @@ class Task(Program):
 class Script(Program):
     """A script: any program that torchrun starts. Its exit codes and its output are all that is known of it.
 
-    It loads its own checkpoints, if it does: many scripts overwrite them when they are started again. So a script is
-    restarted only as often as --max-restarts says: by default never, as under torchrun. A script whose ranks report how
-    they end is judged by that, like a task.
+    Many scripts overwrite their own checkpoints when they are simply started again. So by default a script is restarted
+    only if its user has said how it continues (--on-restart). A script whose ranks report how they end is judged by
+    that, like a task.
     """
 
-    name, default_restarts, shows_log = specs.SCRIPT, 0, True
+    name, default_restarts, shows_log = specs.SCRIPT, None, True
     lacks: ClassVar = {
         "archive": "whose files lie outside the run folder; copy them by hand",
         "fork": "whose checkpoints are not known here; start it with: train launch",
@@ -272,10 +296,12 @@ class Script(Program):
     ) -> Ranks:
         from .ranks import ScriptRanks
 
-        def command() -> list[str]:
-            for line in self.edited(spec, run.name):
-                say(line)
-            return [spec.script, *spec.script_arguments]
+        def command(attempt: int) -> tuple[list[str], str]:
+            arguments, line = script_command.arguments_at(spec, run.path, attempt)
+            for text in (*self.edited(spec, run.name), *filter(None, [line])):
+                say(text)
+            program = ["-m", spec.script_module] if spec.script_module else [spec.script]
+            return [*program, *arguments], line
 
         return ScriptRanks(run, lock, count, zygote, command)
 
@@ -338,14 +364,22 @@ class Script(Program):
     def no_progress(self, spec: Spec) -> str:
         return f"before it had run {healthy_minutes(spec):g} minutes"
 
+    def continues(self, spec: Spec) -> bool:
+        return spec.on_restart is not None
+
+    def restarts(self, spec: Spec) -> int:
+        if spec.max_restarts is not None:
+            return spec.max_restarts
+        return specs.MAX_RESTARTS if self.continues(spec) else 0
+
     def keeper_tries(self, spec: Spec) -> int:
-        return spec.max_restarts
+        return self.restarts(spec)
 
     def stop_remark(self, name: str) -> str:
         return f"waiting for {name} to stop; to end it at once: train stop {name} --now"
 
-    def after_stop(self, name: str) -> str:
-        return f"train resume {name} starts it again (it continues if it loads its own checkpoint)"
+    def after_stop(self, spec: Spec, name: str) -> str:
+        return f"continue with: train resume {name}" if self.continues(spec) else f"train resume {name} {BEGINS_ANEW}"
 
     def train_more(self, name: str, reason: str) -> str:
         return ""
@@ -354,7 +388,7 @@ class Script(Program):
         return spec.script
 
     def label(self, spec: Spec) -> str:
-        return Path(spec.script).name
+        return spec.script_module or Path(spec.script).name
 
     def reports_steps(self, attempts: Sequence[Attempt]) -> bool:
         return any(map(knows_steps, attempts))
@@ -362,14 +396,18 @@ class Script(Program):
     def new_code(self, spec: Spec, name: str) -> str:
         return ""
 
+    def on_restart(self, spec: Spec) -> str:
+        if spec.on_restart:
+            return shlex.join(spec.on_restart)
+        return BEGINS_ANEW if spec.on_restart is None else "continues by itself"
+
     def command_line(self, spec: Spec) -> str:
-        return " ".join([spec.script, *spec.script_arguments])
+        return " ".join([f"-m {spec.script_module}" if spec.script_module else spec.script, *spec.script_arguments])
 
 
 class Session(Script):
     """A script that has opened a session: it reports steps and ends like a task, and continues from its checkpoints."""
 
-    default_restarts = specs.MAX_RESTARTS
     lacks: ClassVar = {"eval": "which evaluates by itself; see its figures: train show"}
 
     def first_step(self, newest: int) -> int | None:
@@ -387,11 +425,14 @@ class Session(Script):
     def no_progress(self, spec: Spec) -> str:
         return TASK.no_progress(spec)
 
+    def continues(self, spec: Spec) -> bool:
+        return True
+
     def keeper_tries(self, spec: Spec) -> int:
         return TASK.keeper_tries(spec)
 
-    def after_stop(self, name: str) -> str:
-        return TASK.after_stop(name)
+    def on_restart(self, spec: Spec) -> str:
+        return super().on_restart(spec) if spec.on_restart else ""
 
     def reports_steps(self, attempts: Sequence[Attempt]) -> bool:
         return TASK.reports_steps(attempts)

@@ -125,6 +125,7 @@ class Ranks(abc.ABC):
         environ = {
             **hash_seed.with_seed(os.environ), **flight_recorder(logs.resolve()), **environ, **self.environ,
             "TRAIN_ATTEMPT": str(attempt), "TRAIN_AGENT_PID": str(os.getpid()),
+            "TRAIN_RUN_DIR": str(self.run.path), "TRAIN_NAME": self.run.name,
         }  # fmt: skip
         with contextlib.ExitStack() as held:
             log = os.open(logs / f"rank{rank_env.rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
@@ -229,22 +230,26 @@ class ScriptRanks(Ranks):
     """Ranks of a script: forks of the zygote that execute the script's file with torchrun's environment variables.
 
     Args:
-        command: Returns what follows `python -u`; called at each attempt.
+        command: Returns what follows `python -u` in an attempt, and a line for the head of rank 0's log, or ''.
     """
 
-    def __init__(self, run: Run, lock: Lock, count: int, zygote: Zygote, command: Callable[[], list[str]]) -> None:
+    def __init__(
+        self, run: Run, lock: Lock, count: int, zygote: Zygote, command: Callable[[int], tuple[list[str], str]]
+    ) -> None:
         super().__init__(run, lock, count, zygote)
         self._command = command
         self._store: int | None = None
 
     def _start(self, spec: Spec, attempt: int) -> None:
-        command = self._command()
+        command, line = self._command(attempt)
+        if line:
+            with (self.run.logs(attempt) / "rank0.log").open("a", encoding="utf-8") as log:
+                log.write(f"{line}\n")
         common = {
             "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(self._host_store()), "GROUP_RANK": "0",
             "GROUP_WORLD_SIZE": "1", "ROLE_NAME": "default", "ROLE_WORLD_SIZE": str(self.count),
             "TORCHELASTIC_RESTART_COUNT": "0", "TORCHELASTIC_MAX_RESTARTS": "0",
             "TORCHELASTIC_RUN_ID": uuid.uuid4().hex, "TORCHELASTIC_USE_AGENT_STORE": "True",
-            "TRAIN_RUN_DIR": str(self.run.path),
             "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
         }  # fmt: skip
         if self.count > 1:  # as torchrun does
@@ -294,7 +299,7 @@ def _of_rank(rank_env: RankEnv) -> dict[str, str]:
 
 def snapshot_memory(spec: Spec, ranks: int) -> SnapshotMemory | None:
     """Return the memory for snapshots of a task's state, from which a restart continues; None: not used."""
-    if not spec.max_restarts or not spec.config.get("checkpoint.snapshots", True):
+    if spec.max_restarts == 0 or not spec.config.get("checkpoint.snapshots", True):
         return None
     return SnapshotMemory(ranks)
 

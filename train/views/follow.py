@@ -19,6 +19,7 @@ from ..launcher.live_view import LiveView
 from ..run import states
 from ..run.record import Record
 from ..run.run_folder import Run
+from ..run.spec import spec_of
 from ..supervise import programs
 from ..supervise.decide import CODES
 from .listing import with_reason
@@ -153,7 +154,7 @@ def _tell_end(run: Run, record: Record) -> int:
     reason = f": {record['reason']}" if record.get("reason") else ""
     why = f" ({record['reason']})" if record.get("reason") else ""
     results = figures(record.get("metrics") or {})
-    then = programs.of_record(record).after_stop(run.name)
+    then = programs.of_record(record).after_stop(spec_of(record, {}), run.name)
     last = {
         states.FINISHED: f"{run.name} finished after {step} steps{why}  {results}".rstrip(),
         states.STOPPED: f"{run.name} {record['reason'] or 'stopped'}; {then}",

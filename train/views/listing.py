@@ -102,6 +102,7 @@ def facts(run: Run, record: Record, spec: Spec) -> list[tuple[str, Any]]:
     return [
         ("owner", f"{record['owner']}; you can only read this run" if record.get("owner") else None),
         (program.name, program.source(spec)),
+        ("on restart", program.on_restart(spec)),
         ("step", f"{_done(record)}  epoch {record['epoch']}" if record.get("total_steps") else None),
         ("result", _figures(record)),
         ("weights", record.get("weights_sha256")),
@@ -145,6 +146,7 @@ def next_command(record: Record) -> str:
     program = programs.of(spec)
     watch = f"watch: train logs {name} --follow"
     resume = f"train resume {name}" + (" on each machine" if record.get("cluster") else "")
+    again = "continue" if program.continues(spec) else "start again"
     changed, more = (
         program.new_code(spec, record["name"]),
         program.train_more(record["name"], record.get("reason") or ""),
@@ -154,8 +156,8 @@ def next_command(record: Record) -> str:
         CREATED: watch,
         QUEUED: watch,
         RUNNING: f"{watch}; save and stop: train stop {name}",
-        STOPPED: f"continue: {resume}",
-        INTERRUPTED: f"continue: {resume}",
+        STOPPED: f"{again}: {resume}",
+        INTERRUPTED: f"{again}: {resume}",
         COPY: f"adopt and continue: {resume} (this executes the code in the run folder)",
         FAILED: f"look: train logs {name}; try again: {resume}{new_code}",
         FINISHED: f"weights: train export {name} --to {name}.safetensors; train more: {more}" if more else "",

@@ -93,6 +93,96 @@ def test_a_script_gets_its_arguments_logs_per_rank_and_is_restarted_after_a_kill
     assert "resuming" not in station.ok("logs", "again", "--attempt", 1).stdout
 
 
+# As nanoGPT does: it begins anew and overwrites what is there, unless it is told to resume.
+RESUMES = """
+import os, sys, time
+from pathlib import Path
+out, is_told, path = Path(sys.argv[1]), "--init=resume" in sys.argv, None
+ckpt = out / f"ckpt-{os.environ['TRAIN_ATTEMPT']}.txt"
+step = int(Path(sys.argv[sys.argv.index("--from") + 1]).read_text()) if is_told else 0
+print(os.environ["TRAIN_NAME"], "begins at step", step, sys.argv[2:], flush=True)
+out.mkdir(exist_ok=True)
+while step < 100:
+    while step == 60 and not (out / "go").exists():
+        time.sleep(0.01)
+    step += 1
+    ckpt.with_suffix(".new").write_text(str(step))
+    ckpt.with_suffix(".new").replace(ckpt)
+"""
+
+
+def test_an_unmodified_script_continues_in_the_folder_of_its_run(shared_station: Station) -> None:
+    station = shared_station
+    (station.folder / "resumes.py").write_text(RESUMES)
+    order = ["launch", "--script", "resumes.py", "--on-restart", "--init=resume --from {newest:{run}/out/ckpt-*.txt}"]
+    for name in ("left", "right"):  # side by side
+        station.ok(*order, "--name", name, "--", "{run}/out", "--init=scratch", "{epoch}")
+
+    def out(name: str) -> Path:
+        return Path(station.run(name).folder / "out")
+
+    def kill(name: str) -> None:
+        step = out(name) / "ckpt-1.txt"
+        station.wait(name, lambda _: step.exists() and step.read_text() == "60", "step 60")
+        station.wait(name, lambda record: record["pids"].get("ranks"), "the rank's process id")
+        os.kill(station.record(name)["pids"]["ranks"][0], signal.SIGKILL)
+        station.wait(name, lambda _: f"{name} begins at step 60" in station.logs(name), "its restart")
+
+    kill("left")
+    station.ok("stop", "left", "--now")
+    station.ok("mv", "left", "moved")
+    (out("moved") / "go").touch()
+    station.ok("resume", "moved")
+    record = station.wait_for_end("moved")
+    assert (record["state"], len(record["attempts"])) == (states.FINISHED, 3), station.logs("moved")
+    said = station.ok("logs", "moved", "--attempt", "3").stdout
+    newest = out("moved") / "ckpt-1.txt"
+    assert f"attempt 3 starts with --init=resume --from {newest} (--on-restart)\n" in said
+    assert f"moved begins at step 60 ['--init=resume', '{{epoch}}', '--from', '{newest}']" in said
+    assert (out("moved") / "ckpt-3.txt").read_text() == "100"
+    assert "begins at step 0 ['--init=scratch', '{epoch}']" in station.ok("logs", "moved", "--attempt", "1").stdout
+    kill("right")  # its folder is its own, so it has not seen the other one's file
+    (out("right") / "go").touch()
+    assert station.wait_for_end("right")["state"] == states.FINISHED
+
+
+def test_what_nothing_says_to_continue_is_not_restarted_and_that_is_said(shared_station: Station) -> None:
+    station, begins = shared_station, "begins at step 0, unless the script loads its own checkpoint"
+    (station.folder / "dies.py").write_text(
+        "import os, time\nif 'stay' in os.sys.argv: time.sleep(999)\nos.kill(os.getpid(), 9)"
+    )
+    said = station.ok("launch", "--script", "dies.py", "--name", "alone").stderr
+    assert f"warning: a restart of dies.py {begins}; if it can continue: --on-restart 'ARGS'" in said
+    record = station.wait_for_end("alone")
+    assert (record["state"], len(record["attempts"])) == (states.FAILED, 1)
+    assert f"  on restart   {begins}\n" in station.ok("show", "alone").stdout
+    # from now on
+    station.ok("resume", "alone", "--on-restart", "")
+    record = station.wait_for_end("alone")
+    assert (record["state"], len(record["attempts"])) == (states.FAILED, 5)  # three restarts
+    assert "  on restart   continues by itself\n" in station.ok("show", "alone").stdout
+    refused = station("resume", "alone", "--on-restart", "{newest:}")
+    assert (refused.returncode, refused.stderr.count("\n")) == (2, 1)
+    said = station.ok("launch", "--script", "dies.py", "--name", "known", "--on-restart", "", "--", "stay").stderr
+    assert said == ""
+    station.ok("stop", "known", "--now")
+
+
+def test_a_module_is_started_like_python_m(shared_station: Station) -> None:
+    station = shared_station
+    package = station.folder / "lab" / "train"
+    package.mkdir(parents=True)
+    (station.folder / "lab" / "__init__.py").write_text("print('lab', flush=True)")
+    (package / "__init__.py").touch()
+    (package / "__main__.py").write_text("import sys\nfrom lab import train\nprint(__package__, sys.argv[1:])")
+    station.ok("launch", "--module", "lab.train", "--name", "packed", "--on-restart", "", "--", "{run}", "--lr=1")
+    assert station.wait_for_end("packed")["state"] == states.FINISHED
+    assert station.logs("packed").endswith(f"lab\nlab.train [{str(station.run('packed').folder)!r}, '--lr=1']\n")
+    assert f"  script       {package / '__main__.py'}\n" in station.ok("show", "packed").stdout
+    record = station.record("packed")
+    assert (record["script_module"], str(package / "__main__.py") in record["script_files"]) == ("lab.train", True)
+
+
 @pytest.mark.minutes
 def test_a_script_is_stopped_and_continued(shared_station: Station) -> None:
     station = shared_station

@@ -83,7 +83,7 @@ def test_the_keeper_starts_a_script_again_only_if_its_user_says_so(station: Stat
     for name in ("a", "b"):
         kill_all(station, name)
     said = station.ok("keeper", "--once").stderr
-    assert "a: left alone, because it is a script that was launched without --max-restarts" in said
+    assert "a: left alone, because it is a script whose restart begins at step 0" in said
     assert station.wait_for_end("b")["state"] == states.FINISHED
     assert (station.run("a").state(), len(station.record("a")["attempts"])) == (states.INTERRUPTED, 1)
     # one that an earlier release has launched says how often it is started again
@@ -137,7 +137,11 @@ def test_stop_and_show_say_what_a_stop_does_to_a_script(station: Station) -> Non
     station.wait("dies", lambda _: "up" in station.logs("dies"), "its start")
     said = station.ok("stop", "dies").stderr
     assert "waiting for dies to stop; to end it at once: train stop dies --now" in said
-    assert "died of SIGTERM" in said and "if it loads its own checkpoint" in said and "continue with" not in said
+    assert (
+        "died of SIGTERM" in said
+        and "unless the script loads its own checkpoint" in said
+        and "continue with" not in said
+    )
     assert "died of SIGTERM" in station.ok("show", "dies").stdout
     write(
         station, "import signal\nsignal.signal(15, lambda *_: sys.exit(0))\nprint('up', flush=True)\ntime.sleep(1000)"
@@ -216,6 +220,15 @@ def test_a_script_that_is_gone_is_refused(station: Station) -> None:
         (["launch", "--script", "script.py", "--watch.hang_minutes", "soon"], "--watch.hang_minutes soon"),
         (["launch", "--script", "script.py", "--watch.healthy_minutes", "0"], "--watch.healthy_minutes 0"),
         (["launch", "--script", "nowhere.py"], "there is no file"),
+        (["launch", "--script", "script.py", "--module", "json.tool"], "give one of: a TASK, or --script FILE"),
+        (["launch", "--script", "script.py", "--on-restart", "--from 'a b"], "a quote is not closed"),
+        (["launch", "--script", "script.py", "--on-restart", "--from {newest:{run}/a b}"], "with a closing brace"),
+        (["launch", "--script", "script.py", "--", "--from", "{newest:a}"], "only --on-restart takes {newest:GLOB}"),
+        (["launch", "digits", "--on-restart", "--x"], "--on-restart is for scripts"),
+        (["launch", "--module", "no_such.module"], "there is no module no_such here"),
+        (["launch", "--module", "json.nothing"], "there is no module json.nothing here"),
+        (["launch", "--module", "json"], "a package without __main__.py"),
+        (["launch", "--module", "a/b.py"], "there is no module a/b here"),
     ],
 )
 def test_wrong_requests_get_one_line(station: Station, arguments: list[str], words: str) -> None:

@@ -31,7 +31,18 @@ def made(tmp_path: Path, **values: Any) -> Run:
 @pytest.mark.parametrize(
     ("ask", "of_task", "of_script"),
     [
-        (lambda program, it: program.default_restarts, 3, 0),
+        (lambda program, it: program.default_restarts, 3, None),
+        (lambda program, it: program.restarts(dataclasses.replace(it, max_restarts=7)), 7, 7),
+        (lambda program, it: program.restarts(dataclasses.replace(it, max_restarts=None)), 3, 0),
+        (lambda program, it: program.restarts(dataclasses.replace(it, max_restarts=None, on_restart=())), 3, 3),
+        (lambda program, it: program.restarts(dataclasses.replace(it, max_restarts=0, on_restart=("-r",))), 0, 0),
+        (lambda program, it: program.continues(it), True, False),
+        (lambda program, it: program.on_restart(it), "", programs.BEGINS_ANEW),
+        (
+            lambda program, it: program.on_restart(dataclasses.replace(it, on_restart=("--from", "a b"))),
+            "",
+            "--from 'a b'",
+        ),
         (lambda program, it: program.keeper_tries(it), 3, 2),
         (lambda program, it: program.keeper_tries(dataclasses.replace(it, max_restarts=0)), 3, 0),
         (lambda program, it: program.first_step(7), 7, None),
@@ -66,7 +77,7 @@ class Sweep(programs.Script):
     def source(self, spec: spec.Spec) -> str:
         return "sweep.toml"
 
-    def after_stop(self, name: str) -> str:
+    def after_stop(self, spec: spec.Spec, name: str) -> str:
         return f"train resume {name} starts the runs that are left"
 
     def keeper_tries(self, spec: spec.Spec) -> int:

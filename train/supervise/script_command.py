@@ -1,0 +1,135 @@
+"""The command line of a script: `{run}` in its arguments, and what `--on-restart` changes when it starts again.
+
+Reads the file system for `{newest:GLOB}`, changes nothing, and imports no torch.
+"""
+
+from __future__ import annotations
+
+import glob
+import os
+import re
+import shlex
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from ..errors import Refused
+from ..run.spec import Spec
+
+RUN = "{run}"
+"""Stands for the path of the run folder."""
+_OPENS = "{newest:"
+_BRACES = re.compile(r"\{run\}|\{newest:(?P<glob>(?:\{run\}|[^{}])*)\}")
+_NUMBER = re.compile(r"-\.?\d")
+
+
+def split(text: str) -> list[str]:
+    """Return the words of --on-restart.
+
+    Raises:
+        Refused: a quote is not closed, or a {newest:GLOB} is empty or broken.
+    """
+    try:
+        words = shlex.split(text)
+    except ValueError:
+        raise Refused(f"--on-restart {text}: a quote is not closed; write: --on-restart '--resume \"A B\"'") from None
+    for word in words:
+        if sum(bool(found["glob"]) for found in _BRACES.finditer(word)) != word.count(_OPENS):
+            raise Refused(f"--on-restart {text}: write {{newest:GLOB}} with a closing brace; quote a GLOB with blanks")
+    return words
+
+
+def check_arguments(arguments: Sequence[str]) -> None:
+    """Raise Refused if the script's own arguments hold {newest:GLOB}, which only --on-restart replaces."""
+    found = next((word for word in arguments if _OPENS in word), None)
+    if found is not None:
+        raise Refused(f"{found}: only --on-restart takes {{newest:GLOB}}; give: --on-restart 'ARGS' before --")
+
+
+def arguments_at(spec: Spec, run: Path, attempt: int) -> tuple[list[str], str]:
+    """Return the arguments with which a script starts, and a line about --on-restart; '': it does not matter now.
+
+    Args:
+        run: The run folder as it is named now.
+    """
+    words = [word.replace(RUN, str(run)) for word in spec.script_arguments]
+    if attempt == 1 or not spec.on_restart:
+        return words, ""
+    given = shlex.join(spec.on_restart)
+    more, missing = _filled(spec.on_restart, run)
+    if missing:
+        return words, f"attempt {attempt} starts without --on-restart ({given}), because nothing matches {missing}"
+    return merged(words, more), f"attempt {attempt} starts with {shlex.join(more)} (--on-restart)"
+
+
+def _filled(words: Sequence[str], run: Path) -> tuple[list[str], str]:
+    """Return words with their braces replaced, and the first pattern that matches nothing; '': each matches."""
+    missing: list[str] = []
+
+    def path_of(found: re.Match[str]) -> str:
+        if found["glob"] is None:
+            return str(run)
+        pattern = os.path.expanduser(found["glob"].replace(RUN, glob.escape(str(run))))  # noqa: PTH111 # no path yet
+        paths = sorted(glob.glob(pattern, recursive=True), key=_modified)  # noqa: PTH207 # relative ones stay so
+        missing.extend([] if paths else [found["glob"].replace(RUN, str(run))])
+        return paths[-1] if paths else ""
+
+    return [_BRACES.sub(path_of, word) for word in words], next(iter(missing), "")
+
+
+def _modified(path: str) -> tuple[int, str]:
+    try:
+        return os.stat(path).st_mtime_ns, path  # noqa: PTH116 # as glob gave it
+    except OSError:  # removed meanwhile, or a link that leads nowhere
+        return -1, path
+
+
+def merged(arguments: Sequence[str], more: Sequence[str]) -> list[str]:
+    """Return arguments in which those of the same name are replaced by `more`, and the others are added at the end.
+
+    `--name X` and `--name=X` have the same name, and `name=X` has one too. Of `--name X Y` as many values are replaced
+    as the new one has: the others may be positional arguments.
+    """
+    end = [*arguments, "--"].index("--")
+    result, rest = list(arguments[:end]), list(arguments[end:])
+    new: dict[str, list[list[str]]] = {}
+    for name, words in _by_name(more):
+        new.setdefault(name, []).append(words)
+    for name, groups in new.items():
+        count = max(len(words) - 1 + ("=" in words[0]) for words in groups)
+        kept, at = _without(result, name, count) if name else (result, len(result))
+        result = [*kept[:at], *(word for words in groups for word in words), *kept[at:]]
+    return result + rest
+
+
+def _by_name(words: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
+    """Yield each argument with its name: `--name` with its values, `name=`, or '' for a positional one."""
+    found: list[tuple[str, list[str]]] = []
+    for word in words:
+        name, equals, _ = word.partition("=")
+        if _is_option(word):
+            found.append((name, [word]))
+        elif found and _is_option(found[-1][1][0]) and "=" not in found[-1][1][0]:
+            found[-1][1].append(word)
+        else:
+            found.append((name + equals if equals else "", [word]))
+    return iter(found)
+
+
+def _without(arguments: list[str], name: str, count: int) -> tuple[list[str], int]:
+    """Return arguments without those of this name and up to `count` values of each, and where the first one stood."""
+    kept: list[str] = []
+    at, left = -1, 0
+    for word in arguments:
+        is_same = word == name or word.startswith(name if name.endswith("=") else f"{name}=")
+        if is_same:
+            at, left = (len(kept) if at < 0 else at), (count if word == name else 0)
+        elif left and not _is_option(word):
+            left -= 1
+        else:
+            kept.append(word)
+            left = 0
+    return kept, len(kept) if at < 0 else at
+
+
+def _is_option(word: str) -> bool:
+    return len(word) > 1 and word.startswith("-") and not _NUMBER.match(word)
