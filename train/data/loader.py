@@ -270,11 +270,27 @@ def begin_worker(_: int, rank: int) -> None:
     sys.excepthook = end_without_files
     breakpoints.refuse("a data worker has no terminal; use --data.workers 0")
     end_with_parent(rank)  # a killed rank's workers go with it and release the run's lock
+    open_files_again()
+
+
+def open_files_again() -> None:
+    """Give a forked process its own read positions in the files that are open.
+
+    Raises:
+        OSError: a file cannot be opened again. The others are.
+    """
+    problem: OSError | None = None
     for fd in _open_files():
-        own = _opened_again(fd)
+        try:
+            own = _opened_again(fd)
+        except OSError as error:
+            problem = error
+            continue
         if own is not None:
             os.dup2(own, fd, inheritable=False)
             os.close(own)
+    if problem is not None:
+        raise problem
 
 
 def _check_files() -> None:

@@ -1,0 +1,320 @@
+"""The loader of a session: a DataLoader whose order is a function, so that it continues in the middle of an epoch.
+
+One iteration is one global batch; each rank gets its equal part. Between two batches the loader tells the session that
+the body of a batch is over, which is where the session saves and stops.
+"""
+
+from __future__ import annotations
+
+import atexit
+import collections
+import contextlib
+import dataclasses
+import multiprocessing
+import os
+import signal
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
+
+from ..data.fetch import gatherer
+from ..data.loader import open_files_again
+from ..data.plan import MicroBatch, Plan, Sharing, micro_batches_of
+from ..data.to_device import to_device
+from ..errors import Refused
+from ..signals import POLITE, end_with_parent
+from . import seeds
+
+_IGNORED = (*POLITE, signal.SIGHUP)
+"""Signals that data workers ignore: a stop request that reaches the whole process group is the rank's to answer."""
+_NOT_TAKEN = {
+    "sampler": "the session orders the samples; leave it out (shuffle=False keeps the order of the data set)",
+    "batch_sampler": "the session makes the batches; give batch_size, the size of the global batch",
+    "generator": "the session draws the order from its seed; leave it out",
+}
+"""Maps an option of DataLoader to why a session cannot take it and what to do."""
+
+
+class Listener(Protocol):
+    """What a loader tells its session. A pass is one iteration over the loader."""
+
+    def _begin_pass(self, epoch: int, batch: int) -> None: ...
+    def _begin_step(self, epoch: int, batch: int, step: int) -> None: ...
+    def _border(self, batch: int) -> None: ...
+    def _end_pass(self, epoch: int) -> None: ...
+
+
+class Loader:
+    """Iterates over the global batches of an epoch. Takes what torch's DataLoader takes.
+
+    `len()` is the number of batches in a whole epoch, also where a pass begins in the middle of one.
+    """
+
+    def __init__(
+        self,
+        session: Listener,
+        dataset: Any,
+        *,
+        batch_size: int,
+        seed: int,
+        rank: int,
+        size: int,
+        shuffle: bool = True,
+        drop_last: bool = True,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        device: torch.device | str | None = None,
+        **options: Any,
+    ) -> None:
+        """
+        Args:
+            batch_size: samples in a global batch. Each of the `size` ranks gets an equal part of them.
+            device: batches are moved there; None leaves them on the host.
+            options: other options of DataLoader.
+
+        Raises:
+            Refused: an option cannot be taken, or the ranks cannot share the batches equally.
+        """
+        _check_options(dataset, options)
+        length = len(dataset)
+        rest = _check_sizes(length, batch_size, size, drop_last=drop_last)
+        self.dataset, self.batch_size, self.drop_last = dataset, batch_size, drop_last
+        self._session, self._seed = session, seed
+        self._device = None if device is None else torch.device(device)
+        self._sharing = Sharing(rank, size)
+        self._plan = Plan(
+            length=length, batch_size=batch_size, micro_batch_size=batch_size // size, seed=seed, drop_last=drop_last,
+            order=None if shuffle else lambda _: np.arange(length),
+        )  # fmt: skip
+        # the last batch of an epoch is shared equally too, so its parts are smaller
+        self._short_plan = dataclasses.replace(self._plan, micro_batch_size=rest // size) if rest else None
+        self._fetching = _Fetching(dataset, collate_fn)
+        self._sampler = _Sampler()
+        self._loader = _data_loader(self._fetching, self._sampler, options)
+        self._epoch = self._batch = 0
+        self._iterator: Any = None
+        self._workers: list[Any] = []
+        self.asked: collections.deque[MicroBatch] = collections.deque()
+        """The micro batches that were asked for and whose bodies are not over, if `notes_samples`."""
+        self.notes_samples = False
+
+    def __len__(self) -> int:
+        return self._plan.steps_per_epoch
+
+    @property
+    def start(self) -> int:
+        """Number of the batch that the next pass begins with: `enumerate(loader, loader.start)`. It is not 0 where a
+        resume continues in the middle of an epoch."""
+        return self._batch
+
+    @property
+    def epoch(self) -> int:
+        """Number of the epoch of the next pass, from 0."""
+        return self._epoch
+
+    def set_epoch(self, epoch: int) -> None:
+        """Set the epoch of the next pass, counted from 0. Inside `session.epochs()` it is set already."""
+        if epoch != self._epoch:
+            self.go_to(epoch, 0)
+
+    def state_dict(self) -> dict[str, int]:
+        """Return where the pass is: the epoch, and the number of batches that it has given out."""
+        return {"epoch": self._epoch, "batch": self._batch}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Let the next pass continue there."""
+        self.go_to(state["epoch"], state["batch"])
+
+    def go_to(self, epoch: int, batch: int) -> None:
+        """Let the next pass begin with this batch of this epoch.
+
+        Raises:
+            Refused: an epoch has fewer batches.
+        """
+        if not 0 <= batch <= len(self):
+            raise Refused(
+                f"the checkpoint is of batch {batch} of an epoch, which now has {len(self)} batches; use the data set "
+                "and batch_size that the run began with"
+            )
+        self._epoch, self._batch = epoch, batch
+
+    def __iter__(self) -> Iterator[Any]:
+        epoch, first, session = self._epoch, self._batch, self._session
+        session._begin_pass(epoch, first)
+        step = epoch * len(self) + first
+        for fetched in self._fetched(epoch, first):
+            batch = fetched if self._device is None else to_device(fetched, self._device)
+            self._batch += 1
+            session._begin_step(epoch, self._batch - 1, step)
+            step += 1
+            yield batch
+            session._border(self._batch)
+        self._epoch, self._batch = epoch + 1, 0
+        session._end_pass(epoch)
+
+    def _micro_batches(self, epoch: int, first: int) -> Iterator[MicroBatch]:
+        """Yield this rank's part of each batch of an epoch, from batch `first` on."""
+        begin, end = epoch * len(self), (epoch + 1) * len(self)
+        full = end - 1 if self._short_plan else end
+        yield from micro_batches_of(self._plan, self._sharing, first=begin + first, last=full)
+        if self._short_plan and begin + first < end:
+            yield from micro_batches_of(self._short_plan, self._sharing, first=full, last=end)
+
+    def _fetched(self, epoch: int, first: int) -> Iterator[Any]:
+        micros = self._micro_batches(epoch, first)
+        if self.notes_samples:
+            self.asked.clear()
+            micros = self._noted(micros)
+        if first == len(self):  # no workers for nothing
+            return iter(())
+        if not self._loader.num_workers and not self._loader.pin_memory:
+            return map(self._fetching.fetch_here, micros)  # what DataLoader would do, without 20 us of its own a batch
+        self._sampler.plan = micros
+        return self._fetch_by_loader()
+
+    def _noted(self, micros: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
+        for micro in micros:
+            self.asked.append(micro)
+            yield micro
+
+    def _fetch_by_loader(self) -> Iterator[Any]:
+        others = set(multiprocessing.active_children())
+        # until a worker ignores them, they would end it
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, _IGNORED)
+        try:
+            self._iterator = iter(self._loader)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+            started = [child for child in multiprocessing.active_children() if child not in others]
+            if started and not self._workers:
+                atexit.register(_end_workers, weakref.ref(self), os.getpid())
+            self._workers = started or self._workers
+        try:
+            yield from self._iterator
+        finally:
+            if not self._loader.persistent_workers:
+                self._iterator = None  # which ends its workers
+
+
+def _end_workers(loader: weakref.ref[Loader], rank: int) -> None:
+    """End the workers when Python ends: it would wait for them forever, because they ignore its SIGTERM."""
+    if (left := loader()) is None or os.getpid() != rank:  # a fork of the rank
+        return
+    try:
+        getattr(left._iterator, "_shutdown_workers", lambda: None)()
+    finally:
+        for worker in left._workers:  # stuck in a sample
+            worker.kill()
+
+
+def _check_options(dataset: Any, options: dict[str, Any]) -> None:
+    """Raise Refused for what a session cannot keep exact."""
+    for name, remedy in _NOT_TAKEN.items():
+        if options.pop(name, None) is not None:
+            raise Refused(f"session.loader takes no {name}: {remedy}")
+    if not options.pop("in_order", True):
+        raise Refused("session.loader takes no in_order=False: a resume could not repeat the order; leave it out")
+    if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
+        raise Refused(
+            f"session.loader needs a data set with __len__ and __getitem__, which {type(dataset).__name__} lacks: a "
+            "stream has no position to resume from; read it with a DataLoader of your own in session.range()"
+        )
+    if options.get("persistent_workers") and hasattr(dataset, "set_epoch"):
+        raise Refused(
+            "persistent_workers=True: workers that stay do not see set_epoch() of the data set, and those of a resume "
+            "would; leave it out"
+        )
+
+
+def _check_sizes(length: int, batch_size: int, size: int, *, drop_last: bool) -> int:
+    """Check that the ranks can share every batch equally. Return the samples of a short last batch, or 0."""
+    if not isinstance(batch_size, int) or batch_size < 1:
+        raise Refused(f"batch_size {batch_size!r} is no size of a global batch; give a whole number of at least 1")
+    if batch_size % size:
+        below = batch_size // size * size
+        near = f"{below} or {below + size}" if below else f"{size}"
+        raise Refused(f"batch_size {batch_size} cannot be shared equally by {size} ranks; take {near}")
+    if length < (batch_size if drop_last else 1):
+        raise Refused(
+            f"a data set of {length} samples has no batch of {batch_size}; take a smaller batch_size"
+            if length else "the data set is empty"
+        )  # fmt: skip
+    rest = 0 if drop_last else length % batch_size
+    if rest % size:
+        raise Refused(
+            f"the last batch of an epoch has {rest} samples, which {size} ranks cannot share equally; drop_last=True "
+            "leaves it out"
+        )
+    return rest
+
+
+def _data_loader(fetching: _Fetching, sampler: _Sampler, options: dict[str, Any]) -> DataLoader[Any]:
+    options = {**options, "worker_init_fn": _BeginWorker(os.getpid(), options.get("worker_init_fn"))}
+    try:
+        # anything to iterate over is enough for a sampler
+        return DataLoader(
+            fetching, None, sampler=sampler, collate_fn=_unchanged, generator=torch.Generator(), **options
+        )
+    except (TypeError, ValueError) as error:
+        raise Refused(f"session.loader: {str(error).replace('DataLoader.__init__()', 'it')}") from None
+
+
+def _unchanged(batch: Any) -> Any:
+    """DataLoader's own function here would change arrays into tensors."""
+    return batch
+
+
+class _Sampler:
+    """Gives DataLoader its indices. Every pass takes the current plan."""
+
+    plan: Iterator[MicroBatch] = iter(())
+
+    def __iter__(self) -> Iterator[MicroBatch]:
+        return self.plan
+
+
+class _Fetching(Dataset[Any]):
+    """A data set whose items are whole batches. A MicroBatch is the index."""
+
+    def __init__(self, dataset: Any, collate: Callable[[list[Any]], Any] | None) -> None:
+        self.dataset, self._collate = dataset, collate
+        self._gather: Any = None  # made where it is used, because a worker that is spawned gets it by pickle
+
+    def __getitem__(self, micro: MicroBatch) -> Any:
+        if self._gather is None:
+            # tensors stay where they are; a script calls set_epoch itself
+            self._gather = gatherer(self.dataset, self._collate, skip=False, keep=_unchanged, sets_epoch=False)
+        batch, bad = self._gather(micro)
+        if bad:
+            error = bad[0].error
+            error.add_note(f"({bad[0]})")
+            raise error
+        return batch
+
+    def fetch_here(self, micro: MicroBatch) -> Any:
+        """Fetch in the process that trains, where a data set may draw on a GPU too."""
+        seeds.on_devices(micro.seed)
+        return self[micro]
+
+
+class _BeginWorker:
+    """What a data worker does first."""
+
+    def __init__(self, rank: int, users: Callable[[int], None] | None) -> None:
+        self._rank, self._users = rank, users
+
+    def __call__(self, number: int) -> None:
+        for signum in _IGNORED:
+            signal.signal(signum, signal.SIG_IGN)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _IGNORED)
+        if os.getppid() == self._rank:  # not with forkserver
+            end_with_parent(self._rank)
+            with contextlib.suppress(OSError):  # then the file stays shared, as under a bare DataLoader
+                open_files_again()
+        info: Any = get_worker_info()
+        vars(info)["dataset"] = info.dataset.dataset  # the user's, as under a bare DataLoader
+        if self._users is not None:
+            self._users(number)
