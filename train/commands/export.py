@@ -11,8 +11,8 @@ from .options import add_checkpoint, add_name, add_target
 from .parser import Parser
 
 SUFFIXES = (".safetensors", ".pt", ".onnx")
-_WHICH = {"model": "weights", "ema": "averaged weights", "trained": "trained weights"}
-"""Maps a value of --weights to what is written."""
+_WHICH = {"": "weights", "model": "weights", "ema": "averaged weights", "trained": "trained weights"}
+"""Maps a value of --weights to what is written. Other values are names that a session has registered."""
 
 EXAMPLES = {
     "train export demo1 --to demo1.safetensors": "Write the weights of the newest checkpoint.",
@@ -27,9 +27,9 @@ def add_arguments(parser: Parser) -> None:
     add_checkpoint(parser)
     text = (
         "ema: the moving average of the weights, if --ema.decay was set. trained: only weights that are not frozen, "
-        "under the names of model(). Default: model."
+        "under the names of model(). Default: model. Of a script with a session: NAME that session.register gave."
     )
-    parser.add_argument("--weights", choices=tuple(_WHICH), default="model", metavar="|".join(_WHICH), help=text)
+    parser.add_argument("--weights", default="", metavar="model|ema|trained|NAME", help=text)
 
 
 def run(options: Namespace, runs: Path) -> int:
@@ -44,12 +44,12 @@ def run(options: Namespace, runs: Path) -> int:
     durable.check_target(Path(options.to), SUFFIXES)
     run = owner.opened(folders.find(runs, options.name))
     spec = read_spec(run)
-    programs.of(spec).check_can("export", run.name)
+    program = programs.of(spec)
+    program.check_can("export", run.name)
     wanted = best.checkpoint_named(run, by=spec.best_by, text=options.checkpoint, tell=screen.remark)
-    from ..trainer.export import export
-
     folders.enter(spec.cwd)
     with screen.results_alone():
-        step = export(run, spec, target, step=wanted, which=options.weights)
-    screen.say(f"wrote {options.to}: the {_WHICH[options.weights]} of {run.name} after step {step}")
+        step = program.export(run, spec, target, step=wanted, which=options.weights)
+    what = _WHICH.get(options.weights, f"weights {options.weights}")
+    screen.say(f"wrote {options.to}: the {what} of {run.name} after step {step}")
     return EXIT_FINISHED

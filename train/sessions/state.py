@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+import json
 import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -50,6 +51,9 @@ class Place(Protocol):
 
     def beat(self, phase: int, step: int) -> None:
         """Give a sign of life."""
+
+    def agree(self, key: str, make: Callable[[], str]) -> str:
+        """Return on every rank what `make` gives on rank 0. Works without a process group."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,6 +124,13 @@ class State:
         lines = buckets.lay_out(module)
         for line in lines if self._place.rank == 0 else ():
             log.warning("warning: %s", line)
+
+    def follow(self, optimizers: Iterable[Any], scaler: Any = None) -> None:
+        """Count the updates of optimizers that a library saves by itself."""
+        for number, optimizer in enumerate(optimizers):
+            self._updates.follow(f"{LIBRARY}.{number}", objects.unwrapped(optimizer))
+        if isinstance(scaler, torch.amp.GradScaler):
+            self._updates.follow_scaler(scaler)
 
     def _check_plain(self, one: Registered) -> None:
         try:
@@ -238,8 +249,9 @@ class State:
         """Return gradients that the next step may still use, where several optimizers take turns."""
         found: dict[str, Any] = {}
         for name in self._updates.left_over():
-            one = self._objects[name]
-            assert isinstance(one, Optimizer)
+            one = self._objects.get(name)
+            if not isinstance(one, Optimizer):  # a library's, which saves by itself
+                continue
             for number, parameter in enumerate(one.parameters):
                 if parameter.grad is not None:
                     mark = parts.take_out(lambda _, key=(objects.OBJECTS, f"{name}.gradient.{number}"): key, number)  # type: ignore[misc]
@@ -280,34 +292,39 @@ class State:
         Raises:
             Refused: it does not fit what is registered.
         """
-        run, world = self._place.run, self._world
-        shares = Shares(run, world, lambda: self._place.beat(heartbeat.STARTING, 0))
+        run, place = self._place.run, self._place
 
-        def newest() -> tuple[int, dict[str, Any]]:
+        def newest(check: manifests.CheckFiles) -> tuple[int, dict[str, Any]]:
             manifests.clean(run)  # what a kill left
-            step, manifest, unused = manifests.newest_valid(run, sets_aside=True, check=shares.check)
+            step, manifest, unused = manifests.newest_valid(run, sets_aside=True, check=check)
             for line in unused:
                 log.warning("warning: %s", line)
             return step, manifest
 
-        step, manifest = shares.on_first(newest)
+        if place.size > 1 and not self._objects and not dist.is_initialized():  # a library connects its ranks later
+            step, manifest = json.loads(
+                place.agree("checkpoint", lambda: json.dumps(newest(manifests.check_files)))
+            )  # fmt: skip
+        else:
+            shares = Shares(run, self._world, lambda: place.beat(heartbeat.STARTING, 0))
+            step, manifest = shares.on_first(lambda: newest(shares.check))
         return self._load(run.checkpoint(step), manifest) if manifest else None
 
     def _load(self, folder: Path, manifest: dict[str, Any]) -> Saved:
         self._check_fits(folder, manifest)
-        facts, same = manifest["session"], manifest["world_size"] == self._world.size
+        facts, same = manifest["session"], manifest["world_size"] == self._place.size
         try:
             owner.check_checkpoint(folder)
-            reading = _Reading(folder, self._world.rank if same else 0)
+            reading = _Reading(folder, self._place.rank if same else 0)
             rest = reading.rest()
         except (dcp.api.CheckpointException, ValueError, KeyError) as error:
             raise Refused(f"{folder.name} cannot be read: {reason_of(error)}") from error
-        if not same and self._world.is_first:
+        if not same and self._place.rank == 0:
             before = manifest["world_size"]
             own = "; what each rank had of its own is rank 0's now" if reading.has_own else ""
             log.warning(
                 "warning: %s is of %d ranks, and this run has %d: sums differ in the last bits%s",
-                folder.name, before, self._world.size, own,
+                folder.name, before, self._place.size, own,
             )  # fmt: skip
         first = sorted(self._objects, key=lambda name: not isinstance(self._objects[name], (Module, Optimizer)))
         for name in first:
@@ -316,7 +333,7 @@ class State:
             except Exception as error:  # of torch, or of the user's load_state_dict
                 why = reason_of(error) if isinstance(error, dcp.api.CheckpointException) else one_line(error)[:300]
                 raise Refused(f"{name} does not fit the checkpoint {folder.name}: {why}") from error
-        for name, gradients in rest["gradients"].items():
+        for name, gradients in rest["gradients"].items() if self._objects else ():
             one = self._objects[name]
             assert isinstance(one, Optimizer)
             for number, gradient in reading.state(gradients, one).items():
@@ -329,6 +346,10 @@ class State:
         if "session" not in manifest:
             raise Refused(f"{folder} is a checkpoint of a task, not of a session; choose another --name")
         saved, own = set(manifest["session"]["registered"]), set(self._objects)
+        if manifest["session"]["library"]:
+            if own:
+                raise Refused(f"{folder.name} is of a library, which loads it by itself; do not register anything")
+            return
         if lacks := sorted(saved - own):
             raise Refused(f"{folder.name} holds {', '.join(lacks)}, which session.register does not name; register it")
         if new := sorted(own - saved):

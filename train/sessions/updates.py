@@ -38,7 +38,8 @@ class Updates:
 
     def follow(self, name: str, optimizer: torch.optim.Optimizer) -> None:
         """Count the steps of an optimizer."""
-        self._counts[name], self._names[id(optimizer)], self._optimizers[name] = 0, name, optimizer
+        self._names[id(optimizer)], self._optimizers[name] = name, optimizer
+        self._counts.setdefault(name, 0)  # a library makes its optimizers after a checkpoint was read
         optimizer.register_step_post_hook(lambda *_: self._stepped(name))
 
     def follow_scaler(self, scaler: torch.amp.GradScaler) -> None:
@@ -91,6 +92,8 @@ class Updates:
             return True
         if not (self._has_stepped or self._stepped_before):
             return False
+        if not self._last:  # of the checkpoint that was loaded
+            return True
         gradient, version = self._look(self._last)
         if gradient is None or (gradient is self._seen[0] and version == self._seen[1]):
             return True
@@ -111,3 +114,4 @@ class Updates:
         """Go on from what `state` returned."""
         self._counts.update(state["counts"])
         self._batches = state["batches"]
+        self._stepped_before = True  # a checkpoint is taken only where no gradient is pending

@@ -82,6 +82,18 @@ class Program(abc.ABC):
         if command in self.lacks:
             raise Refused(f"{name} runs a {self.name}, {self.lacks[command]}")
 
+    def export(self, run: Run, spec: Spec, target: Path, *, step: int | None, which: str) -> int:
+        """Write weights to a file. Returns their step.
+
+        Args:
+            step: Of the checkpoint; None: the newest.
+            which: What `--weights` says; '': nothing.
+
+        Raises:
+            Refused: it has none, or they cannot be written.
+        """
+        raise NotImplementedError(self.name)  # check_can refuses it
+
     # --- what its ranks show
 
     @abc.abstractmethod
@@ -183,6 +195,11 @@ class Task(Program):
         from ..zygote.client import CHECKS, RANKS
 
         return (*CHECKS, *RANKS), CHECKS[-1]
+
+    def export(self, run: Run, spec: Spec, target: Path, *, step: int | None, which: str) -> int:
+        from ..trainer.export import MODEL, export
+
+        return export(run, spec, target, step=step, which=which or MODEL)
 
     def ranks(
         self, run: Run, *, spec: Spec, lock: Lock, count: int, zygote: Zygote, nodes: Peers | None, say: Say
@@ -409,6 +426,11 @@ class Session(Script):
     """A script that has opened a session: it reports steps and ends like a task, and continues from its checkpoints."""
 
     lacks: ClassVar = {"eval": "which evaluates by itself; see its figures: train show"}
+
+    def export(self, run: Run, spec: Spec, target: Path, *, step: int | None, which: str) -> int:
+        from ..trainer.export import export_registered
+
+        return export_registered(run, target, step=step, name=which)
 
     def first_step(self, newest: int) -> int | None:
         return newest

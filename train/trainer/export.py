@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..build import objects
 from ..build.freeze import frozen_names
+from ..checkpoint.registered import state_dict
 from ..checkpoint.state_dict import weights
 from ..config import Config
 from ..data.fetch import EVALUATION, TRAINING
@@ -36,6 +37,8 @@ def export(run: Run, spec: Spec, target: Path, *, step: int | None = None, which
     Raises:
         Refused: the target cannot be written, or the model cannot be exported.
     """
+    if which not in (MODEL, AVERAGE, TRAINED):
+        raise Refused(f"--weights {which}: give {MODEL}, {AVERAGE} or {TRAINED}")
     task, config, model, step, averaged = load_trained(run, spec, step)
     if which == AVERAGE and not averaged:
         raise Refused(f"{run.name} keeps no average of its weights; to get one, launch a run with --ema.decay 0.999")
@@ -50,16 +53,34 @@ def export(run: Run, spec: Spec, target: Path, *, step: int | None = None, which
         if target.suffix == ".onnx":
             _to_onnx(task, config, model, inference, partial)
         else:
-            # copies: tied weights share memory, which safetensors refuses to write
-            state = {name: tensor.clone() for name, tensor in weights(inference).items() if name not in frozen}
-            if target.suffix == ".safetensors":
-                from safetensors.torch import save_file
-
-                # one key: safetensors writes several in random order, and equal weights are to be equal files
-                save_file(state, partial, metadata={"checkpoint": f"{run.name}/{run.checkpoint(step).name}"})
-            else:
-                torch.save(state, partial)
+            _write({name: one for name, one in weights(inference).items() if name not in frozen}, partial, run, step)
     return step
+
+
+def export_registered(run: Run, target: Path, *, step: int | None, name: str) -> int:
+    """Write the weights of a module that a session has registered to a .safetensors or .pt file. Returns their step.
+
+    Raises:
+        Refused: there is no such module, or the target cannot be written.
+    """
+    if target.suffix == ".onnx":
+        raise Refused(f"{run.name} runs a script, whose model is not known here; give --to a .safetensors or .pt file")
+    step, state = state_dict(run, name, step)
+    with published(target) as partial:
+        _write(state, partial, run, step)
+    return step
+
+
+def _write(state: dict[str, Tensor], partial: Path, run: Run, step: int) -> None:
+    # copies: tied weights share memory, which safetensors refuses to write
+    state = {name: tensor.clone() for name, tensor in state.items()}
+    if partial.suffix == ".safetensors":
+        from safetensors.torch import save_file
+
+        # one key: safetensors writes several in random order, and equal weights are to be equal files
+        save_file(state, partial, metadata={"checkpoint": f"{run.name}/{run.checkpoint(step).name}"})
+    else:
+        torch.save(state, partial)
 
 
 def _to_onnx(task: Task, config: Config, model: nn.Module, inference: nn.Module, target: Path) -> None:

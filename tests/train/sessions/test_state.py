@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -18,7 +19,9 @@ from train.checkpoint.load import weights_in
 from train.checkpoint.manifest import verify
 from train.checkpoint.state_dict import weights, weights_sha256
 from train.errors import Refused, TrainingFailed
+from train.run.run_folder import Run
 from train.sessions.state import Position, State
+from train.trainer.export import export_registered
 
 pytestmark = pytest.mark.never_forgiven
 
@@ -204,6 +207,23 @@ def test_what_a_library_writes_is_committed_with_the_position(tmp_path: Path) ->
     (folder / "library/sub/more").write_bytes(b"")
     with pytest.raises(ValueError, match="library/sub/more does not belong to it"):
         verify(folder)
+
+
+def test_a_registered_module_is_exported_without_its_script(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    model = nn.Linear(2, 2)
+    assert opened(folder, model=model, ema=nn.Linear(3, 1)).save(Position(0, 4, 4), {}, 0)
+    for name, shape in (("", (2, 2)), ("model", (2, 2)), ("ema", (1, 3))):
+        assert export_registered(Run(folder), tmp_path / "one.pt", step=None, name=name) == 4
+        assert torch.load(tmp_path / "one.pt")["weight"].shape == shape
+    export_registered(Run(folder), tmp_path / "one.safetensors", step=4, name="model")
+    assert weights_sha256(load_file(tmp_path / "one.safetensors")) == weights_sha256(weights(model))
+    for name, file, line in (
+        ("gan", "x.pt", "has registered no module gan; choose one: model, ema"),
+        ("", "x.onnx", "runs a script, whose model is not known here"),
+    ):
+        with pytest.raises(Refused, match=line):
+            export_registered(Run(folder), tmp_path / file, step=None, name=name)
 
 
 class Net(nn.Module):

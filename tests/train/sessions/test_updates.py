@@ -75,7 +75,7 @@ def test_a_step_that_the_scaler_skips_counts(tmp_path: Path) -> None:
     scaler_2 = torch.amp.GradScaler("cpu")
     optimizer_2 = torch.optim.SGD(model_2.parameters(), lr=0.1)
     again = opened(tmp_path, model=model_2, optimizer=optimizer_2, scaler=scaler_2)
-    assert again.load() is not None and scaler_2.get_scale() == scaler.get_scale() == 65536 / 4
+    assert again.load() is not None and again.is_clean and scaler_2.get_scale() == scaler.get_scale() == 65536 / 4
 
 
 def test_two_optimizers_of_a_gan_make_one_update_a_batch(tmp_path: Path) -> None:
