@@ -166,7 +166,7 @@ class Run:
     @_refusing
     def metrics(self) -> list[dict[str, Any]]:
         """The lines of metrics.jsonl, the oldest first. An evaluation has its figures in `eval`."""
-        return [dict(line) for line in metrics.each(self._run())]
+        return [dict(line) for line in metrics.lines(self._run())]
 
     @_refusing
     def to_pandas(self) -> pandas.DataFrame:
@@ -176,7 +176,7 @@ class Run:
         except ImportError:
             raise Refused("to_pandas() needs pandas; pip install pandas, or use run.metrics") from None
         rows = []
-        for line in metrics.each(self._run()):
+        for line in metrics.lines(self._run()):
             figures = line["eval"] if metrics.is_evaluation(line) else {}
             rows.append(
                 {name: value for name, value in line.items() if name != "eval"}

@@ -103,6 +103,7 @@ class NewScript(_New):
         on_restart: Arguments that a restart adds or replaces, as one text; '': none, the script continues by itself;
             None: the user has not said how it continues.
         flags: Maps `watch.*` fields to values, as text.
+        figures: Where its figures are read from: each a regular expression or tensorboard:PATH.
     """
 
     script: str = ""
@@ -111,8 +112,10 @@ class NewScript(_New):
     arguments: list[str] = dataclasses.field(default_factory=list)
     on_restart: str | None = None
     flags: dict[str, str] = dataclasses.field(default_factory=dict)
+    figures: list[str] = dataclasses.field(default_factory=list)
 
     def check(self) -> Plan:
+        from ..run import figures
         from . import script
         from .ranks_and_gpus import choose
 
@@ -120,6 +123,8 @@ class NewScript(_New):
         record, warnings = script.check(
             self.script, module=self.module, arguments=self.arguments, on_restart=self.on_restart, flags=self.flags
         )
+        figures.check(self.figures)
+        record["figures"] = self.figures
         return Plan(files={}, record=record, warnings=warnings, ranks=ranks, visible=visible)
 
     def open(self, environ: Mapping[str, str]) -> OpenedRun:

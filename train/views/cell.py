@@ -102,9 +102,10 @@ def html(run: Run, record: Record, lines: list[str] | None = None) -> str:
 
 
 def _figures(record: Record) -> list[str]:
-    """Return the last loss and the figures of the last evaluation."""
+    """Return the last loss, and the figures of the last evaluation or of a script."""
     found: dict[str, Any] = {"loss": record.get("loss")} if record.get("loss") is not None else {}
-    found |= {name: value for name, value in (record.get("metrics") or {}).items() if name not in found}
+    more = {**(record.get("metrics") or {}), **(record.get("last_figures") or {})}
+    found |= {name: value for name, value in more.items() if name not in found}
     return [f"{name} {figure(value)}" for name, value in list(found.items())[:8] if value is not None]
 
 
@@ -121,7 +122,7 @@ def _left(record: Record) -> float | None:
 def _losses(run: Run) -> list[tuple[int, float]]:
     """Return the steps and losses of the training lines, thinned."""
     lines = metrics.sampled(run)
-    found = [(line["step"], line["loss"]) for line in lines if not metrics.is_evaluation(line)]
+    found = [(line["step"], line.get("loss")) for line in lines if not metrics.is_evaluation(line)]
     known = [(step, loss) for step, loss in found if loss is not None]
     stride = -(-len(known) // _POINTS) or 1
     return known[::stride] + (known[-1:] if len(known) % stride != 1 and stride > 1 else [])
