@@ -56,9 +56,12 @@ def run(options: Namespace, runs: Path) -> int:
         lock.release()
     has_copies = (found.folder / imports.MODULES).exists()
     other = list(record.get("task_watched") or {}) + ([] if has_copies else list(record.get("task_imports") or {}))
+    other += record.get("script_files") or {}
     if other:
         more = f" and {len(other) - 3} more" if len(other) > 3 else ""
-        screen.remark(f"the archive lacks {', '.join(other[:3])}{more}, which the task needs; copy them by hand, too")
+        screen.remark(
+            f"the archive lacks {', '.join(other[:3])}{more}, which it needs; copy them to the same paths, too"
+        )
     file = shlex.quote(str(target))
     screen.say(f"wrote {target}, {format.size(target.stat().st_size)}; to resume on another machine that has the data:")
     screen.say(f"  mkdir -p runs && tar -xkf {file} -C runs && train resume {found.name}")

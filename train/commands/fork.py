@@ -8,7 +8,7 @@ from pathlib import Path
 from .. import screen
 from ..errors import EXIT_FINISHED, Refused
 from .completion_values import task_names
-from .options import add_checkpoint, add_name, add_ranks, follow, warn
+from .options import add_checkpoint, add_name, add_on_restart, add_ranks, follow, warn
 from .parser import Parser, number
 
 EXAMPLES = {
@@ -21,13 +21,16 @@ EXAMPLES = {
     "train fork demo1 --name demo4 --task net.py": (
         "Continue with edited code, from the newest checkpoint (without one: from step 0)."
     ),
+    "train fork lent1 --name lent2 -- --epochs 40": (
+        "The same for a script with a session: its arguments stay, except for those after --"
+    ),
 }
 
 
 def add_arguments(parser: Parser) -> None:
     """Add the run, the new name, the checkpoint, the fields and the ranks."""
     parser.takes_fields = True
-    parser.usage = "train fork NAME [--name NEW] [--FLAG VALUE ...]"
+    parser.usage = "train fork NAME [--name NEW] [--FLAG VALUE ...]\n       train fork NAME [--name NEW] -- ARGS"
     parser.continues_run = True
     add_name(parser)
     text = "Name of the new run. Default: the old name and the time."
@@ -36,6 +39,8 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument("--task", metavar="FILE", help=text, offer=task_names)
     add_checkpoint(parser)
     add_ranks(parser)
+    add_on_restart(parser)
+    parser.rest = ("name",)
 
 
 def run(options: Namespace, runs: Path) -> int:
@@ -59,7 +64,9 @@ def start(options: Namespace, runs: Path) -> str:
     config.check_flags(options.flags)
     if init := next((name for name in ("init", "init_skip") if name in options.flags), None):
         raise Refused(f"--{init}: a fork uses the weights of its checkpoint; for others: train launch TASK --init FILE")
-    programs.of(spec).check_can("fork", of.name)
+    program = programs.of(spec)
+    program.check_can("fork", of.name)
+    _check_kind(options, is_task=program is programs.TASK, name=of.name)
     step = (
         best.checkpoint_named(of, by=spec.best_by, text=options.checkpoint, tell=screen.remark) or of.newest_checkpoint
     )
@@ -68,7 +75,7 @@ def start(options: Namespace, runs: Path) -> str:
     before = None if options.gpus is not None else str(spec.nproc or record["world_size"])
     task = str(tasks.locate(options.task)) if options.task is not None else None
     launch = Fork(
-        of.name, step, flags=options.flags, task=task,
+        of.name, step, flags=options.flags, task=task, arguments=options.arguments, on_restart=options.on_restart,
         runs=str(runs), name=name, nproc=options.nproc or before, gpus=options.gpus, max_restarts=restarts,
         keep_env=options.keep_env or [],
     )  # fmt: skip
@@ -77,3 +84,13 @@ def start(options: Namespace, runs: Path) -> str:
     begins = f"continues from {of.name} after step {step}" if step else f"starts at step 0: {of.name} has no checkpoint"
     screen.remark(f"{name} {begins}{code}")
     return name
+
+
+def _check_kind(options: Namespace, *, is_task: bool, name: str) -> None:
+    """Refuse options that are for the other kind of program."""
+    if is_task and options.arguments:
+        raise Refused(f"unexpected {options.arguments[0]}: {name} runs a task, which takes flags only: --FLAG VALUE")
+    if is_task and options.on_restart is not None:
+        raise Refused(f"--on-restart is for scripts, and {name} runs a task, which continues by itself")
+    if not is_task and options.task is not None:
+        raise Refused(f"--task: {name} runs a script, which starts as its file is now; edit the file")

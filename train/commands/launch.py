@@ -40,6 +40,11 @@ def add_arguments(parser: Parser) -> None:
     add("--script", metavar="FILE", help="Start this torchrun program instead of a TASK.")
     add("--module", metavar="NAME", help="Start this module like python -m, instead of a TASK.")
     add_on_restart(parser)
+    text = (
+        "Read the figures of a --script from its output, by a regular expression with the group step and others, or "
+        "from files: tensorboard:PATH. May be given several times."
+    )
+    add("--figures", metavar="REGEX", action="append", help=text)
     text = "Arguments of the --script or --module. {run} in them is replaced by the run folder."
     add("arguments", nargs="*", metavar="-- ARGS", help=text, offer=words())
     parser.rest = ("script", "module")
@@ -72,7 +77,7 @@ def start(options: Namespace, runs: Path) -> tuple[Path, str]:
     if options.task is None:
         launch = NewScript(
             options.script or "", module=options.module or "", arguments=options.arguments,
-            on_restart=options.on_restart, flags=options.flags, **common,
+            on_restart=options.on_restart, flags=options.flags, figures=options.figures or [], **common,
         )  # fmt: skip
         warn(launch.start())
     else:
@@ -91,6 +96,8 @@ def _check(options: Namespace, request: Request, runs: Path) -> None:
     if options.task is not None:
         if options.on_restart is not None:
             raise Refused("--on-restart is for scripts; a task continues from its checkpoint by itself")
+        if options.figures is not None:
+            raise Refused("--figures is for scripts; a task writes its figures itself")
         if options.arguments:
             raise Refused(f"unexpected {options.arguments[0]}: a TASK takes flags only; see: train launch --help")
         check_now(request, runs)
@@ -100,7 +107,9 @@ def _check(options: Namespace, request: Request, runs: Path) -> None:
     if options.nnodes is not None:
         raise Refused("--nnodes is for tasks; start a script on several machines with torchrun")
     from ..launcher import script
+    from ..run import figures
 
+    figures.check(options.figures or [])
     script.check_now(
         options.script or "", module=options.module or "", arguments=options.arguments, on_restart=options.on_restart,
         flags=options.flags,

@@ -8,6 +8,7 @@ import json
 import math
 import sys
 from argparse import Namespace
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -57,8 +58,8 @@ def add_arguments(parser: Parser) -> None:
     text = f"Only runs in these states, with commas: {', '.join(states.ALL)}."
     add("--state", metavar="STATE", help=text, offer=words(*states.ALL))
     text = (
-        "Columns of the table, with commas: name, state, step, ranks, created, started, result, owner; "
-        "config fields (optim.lr); metrics (accuracy)."
+        "Columns of the table, with commas: name, state, step, ranks, created, started, result, owner, args (of a "
+        "script); config fields (optim.lr); metrics (accuracy)."
     )
     add("--columns", metavar="NAMES", help=text)
     text = "created (default), step (most first), a metric (best first), or any other column."
@@ -108,8 +109,9 @@ def _add_details(records: list[Record], runs: Path) -> None:
 
 def _check_names(option: str, names: tuple[str, ...], records: list[Record]) -> None:
     """Check that at least one of these runs has each column or order. Raises Refused."""
-    parts = (part for record in records for part in (record.get("metrics"), record.get("config")) if part)
-    known = {*COLUMNS, *_ORDERS, "loss", "owner", *itertools.chain.from_iterable(parts)}
+    fields = ("metrics", "last_figures", "config")
+    parts: Iterable[Any] = (record.get(name) or {} for record in records for name in fields)
+    known = {*COLUMNS, *_ORDERS, "loss", "owner", "args", *itertools.chain.from_iterable(parts)}
     for name in names if records else ():
         if name not in known:
             hint = nearest(name, known, otherwise="; see: train ls --help")

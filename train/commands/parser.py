@@ -192,7 +192,9 @@ def parse(parser: Parser, arguments: list[str]) -> Namespace:
     if any(getattr(options, name) is not None for name in parser.rest):
         options.arguments = arguments[end + 1 :]
     elif arguments[end:]:
-        raise Refused(f"only launch --script and --module take arguments after --; see: {parser.prog} --help")
+        raise Refused(
+            f"only launch --script, launch --module and fork take arguments after --; see: {parser.prog} --help"
+        )
     return options
 
 

@@ -103,6 +103,7 @@ class NewScript(_New):
         on_restart: Arguments that a restart adds or replaces, as one text; '': none, the script continues by itself;
             None: the user has not said how it continues.
         flags: Maps `watch.*` fields to values, as text.
+        figures: Where its figures are read from: each a regular expression or tensorboard:PATH.
     """
 
     script: str = ""
@@ -111,8 +112,10 @@ class NewScript(_New):
     arguments: list[str] = dataclasses.field(default_factory=list)
     on_restart: str | None = None
     flags: dict[str, str] = dataclasses.field(default_factory=dict)
+    figures: list[str] = dataclasses.field(default_factory=list)
 
     def check(self) -> Plan:
+        from ..run import figures
         from . import script
         from .ranks_and_gpus import choose
 
@@ -120,6 +123,8 @@ class NewScript(_New):
         record, warnings = script.check(
             self.script, module=self.module, arguments=self.arguments, on_restart=self.on_restart, flags=self.flags
         )
+        figures.check(self.figures)
+        record["figures"] = self.figures
         return Plan(files={}, record=record, warnings=warnings, ranks=ranks, visible=visible)
 
     def open(self, environ: Mapping[str, str]) -> OpenedRun:
@@ -130,13 +135,15 @@ class NewScript(_New):
 
 @dataclasses.dataclass
 class Fork(_New):
-    """A new run that continues from a checkpoint of another run of a task.
+    """A new run that continues from a checkpoint of another run of a task, or of a script with a session.
 
     Args:
         of: Name of the forked run.
         step: Step of the checkpoint; 0: the new run starts at the beginning.
         flags: Maps config fields that change to their values, as text.
         task: Path of an edited version of the task, or a built-in task; None: the forked run's own copy.
+        arguments: For a script: arguments that change or are added; see script_command.merged.
+        on_restart: For a script: as in `Resume`.
     """
 
     of: str
@@ -144,17 +151,27 @@ class Fork(_New):
     _: dataclasses.KW_ONLY
     flags: dict[str, str] = dataclasses.field(default_factory=dict)
     task: str | None = None
+    arguments: list[str] = dataclasses.field(default_factory=list)
+    on_restart: str | None = None
 
     def check(self) -> Plan:
         from ..run import imports
-        from .fork import prepare_fork
+        from . import script
         from .ranks_and_gpus import choose
 
         ranks, visible = choose(self.nproc, self.gpus)
+        source = folders.find(Path(self.runs), self.of)
+        if isinstance(programs.of_record(source.read()), programs.Script):
+            made, copies, warnings = script.check_fork(
+                source, self.step, arguments=self.arguments, on_restart=self.on_restart, flags=self.flags
+            )
+            return Plan(files={}, record=made, copies=copies, warnings=warnings, ranks=ranks, visible=visible)
+        from .fork import prepare_fork
+
         of_gloo = keep_gloo_at_home(ranks, ALONE)
         if self.task is not None:
             imports.watch()
-        plan = prepare_fork(folders.find(Path(self.runs), self.of), self.step, self.flags, ranks, self.task)
+        plan = prepare_fork(source, self.step, self.flags, ranks, self.task)
         plan.visible, plan.warnings = visible, of_gloo + plan.warnings
         return plan
 
@@ -162,8 +179,9 @@ class Fork(_New):
         from .create_run import create
 
         source = owner.opened(folders.find(Path(self.runs), self.of))
-        folders.enter(source.read().get("cwd") or "")
-        return create(self, programs.TASK, environ, source=source)
+        record = source.read()
+        folders.enter(record.get("cwd") or "")
+        return create(self, programs.of_record(record), environ, source=source)
 
 
 @dataclasses.dataclass(kw_only=True)

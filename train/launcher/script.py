@@ -15,10 +15,12 @@ from ..errors import Refused
 from ..gpus import seen_here
 from ..run import imports, owner
 from ..run.run_folder import Run
-from ..run.spec import read_spec
+from ..run.spec import read_spec, spec_of
 from ..supervise import programs, script_command
 from . import provenance
 
+_OF_FORK = ("script", "script_module", "on_restart", "figures", "cwd", "session")
+"""Fields of run.json that a fork takes from the forked run."""
 _PORT = re.compile(rb"""MASTER_PORT['"]?\s*(?:\]\s*=|,|:|=)\s*(?:str\()?['"]?(\d{2,5})\b""")
 """Where a source sets MASTER_PORT to a number."""
 
@@ -82,6 +84,46 @@ def check_again(run: Run, flags: dict[str, str], on_restart: str | None) -> tupl
     if on_restart is not None:
         record["on_restart"] = script_command.split(on_restart)
     return record, programs.SCRIPT.edited(spec, run.name)
+
+
+def check_fork(
+    run: Run, step: int, *, arguments: list[str], on_restart: str | None, flags: dict[str, str]
+) -> tuple[dict[str, Any], dict[str, Path], list[str]]:
+    """Check a new run that continues from a checkpoint of a session's run. Returns fields of run.json, what is copied
+    into the run folder, and warnings.
+
+    Args:
+        step: Step of the checkpoint; 0: the new run starts at the beginning.
+        arguments: They replace the arguments of the same name, or are added.
+        on_restart: As in `check_again`.
+
+    Raises:
+        Refused: the checkpoint is damaged, the script cannot be read any more, or a field is not for scripts.
+    """
+    from ..checkpoint import manifest as manifests
+
+    changes, warnings = check_again(run, flags, on_restart)
+    script_command.check_arguments(arguments)
+    mine = owner.opened(run)
+    record: dict[str, Any] = {**mine.read()}
+    spec = spec_of(mine.read(), {})
+    ancestor: dict[str, Any] = {"forked_from": spec.forked_from} if spec.forked_from else {}
+    made = {name: record[name] for name in _OF_FORK if name in record} | changes | {
+        "script_arguments": script_command.merged(spec.script_arguments, arguments),
+        "script_files": imports.of_script(Path(spec.script)), "step": step,
+        "versions": provenance.versions(seen_here()), "git_revision": provenance.git_revision(),
+        "forked_from": {"run": run.name, "step": step} | ancestor,
+    }  # fmt: skip
+    if not step:
+        return made, {}, warnings
+    manifest, folder = manifests.verified(run, step), run.checkpoint(step)
+    if arguments:
+        names = ", ".join(manifest.get("session", {}).get("registered", ())) or "its state"
+        warnings.append(f"{names}: loaded from the checkpoint, so new arguments do not change what lies there")
+    copies = {f"checkpoints/{folder.name}": folder}
+    if run.metrics.exists():  # the session cuts it to the checkpoint
+        copies[run.metrics.name] = run.metrics
+    return made | {"epoch": manifest["epoch"]}, copies, warnings
 
 
 def find_module(name: str) -> Path:

@@ -31,6 +31,8 @@ _ENDED = (states.STOPPED, states.FAILED, states.FINISHED)
 _BEAT = re.compile(r"rank(\d{1,6})\.beat")
 ASK_EVERY = 15.0
 """Seconds between an answer of an engine and the next query."""
+_STARTED_BY = 60.0
+"""Seconds after the start of an attempt in which the agent starts its ranks."""
 MOST_RANKS = 1024
 """Maximum number of ranks of a run on one machine. A damaged run.json may contain any number."""
 
@@ -44,6 +46,8 @@ class Rank:
     """The last sign of life; None: there was none yet."""
     beaten: float
     """Time of the last sign of life, in seconds since the epoch; 0.0: never."""
+    pid: int | None = None
+    """Id of the process, as the agent has recorded it; None: unknown."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -197,6 +201,8 @@ def progress(run: Run, record: Record) -> Progress:
     logs = last_logs(run, record) if is_alive(record) else None
     step = max(record["step"], heartbeat.reached(logs)) if logs else record["step"]
     step_time, waited = line.get("step_time"), line.get("data_wait")
+    if step_time is None and is_alive(record):
+        step_time = record.get("step_time")
     return Progress(
         step=step, total=record.get("total_steps"), loss=record.get("loss"),
         rate=line.get("lr"),
@@ -222,14 +228,16 @@ def ranks(run: Run, record: Record) -> list[Rank]:
     numbers = set(range(expected))
     with contextlib.suppress(OSError):
         numbers |= {int(match[1]) for path in logs.iterdir() if (match := _BEAT.fullmatch(path.name))}
-    found = []
+    found, pids = [], (record.get("pids") or {}).get("ranks")
+    started = pids if expected and isinstance(pids, list) else []
     for rank in sorted(numbers)[:MOST_RANKS]:
         path = logs / f"rank{rank}.beat"
         beat, beaten = heartbeat.read(path), 0.0
         if beat is not None:
             with contextlib.suppress(OSError):
                 beaten = path.stat().st_mtime
-        found.append(Rank(rank, beat, beaten))
+        pid = started[rank] if rank < len(started) and isinstance(started[rank], int) else None
+        found.append(Rank(rank, beat, beaten, beat.pid if beat is not None else pid))
     return found
 
 
@@ -256,11 +264,13 @@ def process(record: Record, rank: Rank) -> Any:
     """Return psutil's view of a rank; None if it is not visible: on another machine, or outside this container."""
     import psutil
 
-    if rank.beat is None or record.get("host") != socket.gethostname():
+    if rank.pid is None or record.get("host") != socket.gethostname():
         return None
+    started = record["attempts"][-1]["started"] if record["attempts"] else None
+    seen = rank.beaten or (run_folder.seconds_of(started) or 0.0) + _STARTED_BY
     with contextlib.suppress(psutil.Error, ValueError, OverflowError):
-        found = psutil.Process(rank.beat.pid)
-        if found.create_time() <= rank.beaten + 1:  # otherwise the rank is dead, and another process has its number
+        found = psutil.Process(rank.pid)
+        if found.create_time() <= seen + 1:  # otherwise the rank is dead, and another process has its number
             return found
     return None
 

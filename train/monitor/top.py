@@ -18,6 +18,7 @@ from ..gpus import Gpus, GpuState, process_of
 from ..run import states
 from ..run.record import Record
 from ..run.run_folder import Run
+from ..supervise import programs
 from . import run_status
 
 _NONE = "-"
@@ -96,8 +97,9 @@ class Page:
         """Return one line per rank of the current attempt: what it does, and what it uses."""
         names = _gpus_of_ranks(record)
         run, lines = Run(self.runs / record["name"]), []
+        unseen = programs.of_record(record).unseen
         for place, rank in enumerate(run_status.ranks(run, record)):  # index on this machine
-            what = f"{run_status.doing([rank]):<10} step {rank.beat.step:<8}" if rank.beat else f"{'starting':<24}"
+            what = f"{run_status.doing([rank]):<10} step {rank.beat.step:<8}" if rank.beat else f"{unseen:<24}"
             card = _named(names[place], self._cards) if place < len(names) else None
             gpu = _use_by(rank, run, card) if card is not None and record.get("device") == "cuda" else ""
             lines.append(f"  rank {rank.number:<3} {what} {self._taken(run_status.process(record, rank))}{gpu}")
@@ -142,7 +144,7 @@ def _line_of(run: Run, record: Record) -> list[str]:
     now = run_status.progress(run, record)
     left = (now.total - now.step) * now.step_time if now.total and now.step_time else -1.0
     return [
-        one_line(record["name"]), record["state"], f"{now.step}/{now.total}" if now.total else _NONE,
+        one_line(record["name"]), record["state"], f"{now.step}/{now.total}" if now.total else str(now.step or _NONE),
         figure(now.loss) if now.loss is not None else _NONE, _figure(now.samples_per_s, ".0f"),
         f"{100 * now.waits:.0f} %" if now.waits is not None else _NONE,
         str(datetime.timedelta(seconds=round(left))) if 0 <= left < _LARGE else _NONE,

@@ -1,6 +1,7 @@
 """Reads and writes a run's lines: metrics.jsonl, and the logs of the samples that each step consumed.
 
 Their content depends only on the step, never on the attempt: a resume cuts them to the step of the loaded checkpoint.
+Only a script without a session can write a step again: of each figure the last value of a step then counts.
 Imports no torch.
 """
 
@@ -11,7 +12,7 @@ import json
 import math
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NotRequired, TypedDict, cast
 
@@ -69,12 +70,22 @@ class Evaluation(TypedDict):
 
 Line = Training | Evaluation
 
+_PLACE = ("step", "epoch", "total_steps", "wall_time", "samples", "skipped", "eval")
+"""Fields of a line that say where or when it stands. All its other numbers are figures."""
 _JSON = json.JSONEncoder(allow_nan=False)
 
 
 def is_evaluation(line: Line) -> TypeIs[Evaluation]:
     """Whether this is an evaluation line; all others are training lines."""
     return "eval" in line
+
+
+def figures_of(line: Mapping[str, Any]) -> dict[str, float | None]:
+    """Return the figures of a line by name. Of an evaluation, those in `eval`. None: the value is not finite."""
+    inner = line.get("eval")
+    given = inner if isinstance(inner, dict) else {name: line[name] for name in line if name not in _PLACE}
+    known = {name: value for name, value in given.items() if value is None or _is_number(value)}
+    return {name: value if _is_finite(value) else None for name, value in known.items()}
 
 
 def samples_file(run: Run, rank: int) -> Path:
@@ -203,6 +214,24 @@ def each(run: Run) -> Iterator[Line]:
     return _parsed(_texts(run))
 
 
+def lines(run: Run) -> list[Line]:
+    """Return all lines by step, one of a kind per step. A script that goes back to an earlier step replaces later ones.
+
+    Raises OSError as `each`.
+    """
+    kept: dict[bool, list[Any]] = {False: [], True: []}
+    for line in each(run):
+        own: Any = kept[is_evaluation(line)]
+        while own and own[-1]["step"] > line["step"]:
+            own.pop()
+        if own and own[-1]["step"] == line["step"]:
+            inner = {"eval": {**own[-1]["eval"], **line["eval"]}} if is_evaluation(line) else {}
+            own[-1] = {**own[-1], **line, **inner}
+        else:
+            own.append(line)
+    return sorted([*kept[False], *kept[True]], key=lambda line: line["step"])  # stable: evaluations come second
+
+
 def evaluations(run: Run) -> list[Evaluation]:
     """Return the evaluation lines. Fast, because only they are parsed."""
     return [line for line in _parsed(text for text in _texts(run) if b'"eval"' in text) if is_evaluation(line)]
@@ -248,12 +277,16 @@ def last_training(run: Run) -> Training | None:
 
 
 def up_to_date(run: Run, record: Record) -> Record:
-    """Return a record with the step and loss of the last training line: run.json is updated only now and then."""
-    trained = any(attempt.get("ready") for attempt in record["attempts"])  # a fork starts with lines of another run
+    """Return a record with the step and figures of the last training line: run.json is updated only now and then."""
+    # a fork starts with lines of another run
+    trained = not record.get("forked_from") or any(attempt.get("ready") for attempt in record["attempts"])
     line = last_training(run) if trained else None
     if line is None:
         return record
-    record = {**record, "loss": line.get("loss")}
+    if "loss" in line:
+        record = {**record, "loss": line["loss"]}
+    if (known := record.get("last_figures")) is not None:  # of a script
+        record = {**record, "last_figures": {**known, **figures_of(line)}}
     step, epoch = line["step"], line.get("epoch", record["epoch"])
     return {**record, "step": step, "epoch": epoch} if step > record["step"] else record
 
@@ -296,20 +329,27 @@ class Tail:
 
     def __init__(self, run: Run) -> None:
         self._path = run.metrics
-        self._at = self._path.stat().st_size if self._path.exists() else 0
+        self.at = self._path.stat().st_size if self._path.exists() else 0
+        """Number of bytes that were read."""
+        self.rejected = b""
+        """The last line that could not be read; b"": none."""
 
     def new(self) -> list[Line]:
         """Return the complete lines that are new since the last call."""
         try:
-            self._at = min(self._at, self._path.stat().st_size)  # cut by a resume
-            with self._path.open("rb") as file:
-                file.seek(self._at)
+            if (size := self._path.stat().st_size) == self.at:
+                return []
+            self.at = min(self.at, size)  # cut by a resume
+            with durable.open_regular(self._path) as file:
+                file.seek(self.at)
                 text = file.read()
         except OSError:
             return []
         whole = _whole(text)
-        self._at += len(whole)
-        return list(_parsed(whole.splitlines()))
+        self.at += len(whole)
+        lines = [(text, _read(text)) for text in whole.splitlines() if text.strip()]
+        self.rejected = next((text for text, line in reversed(lines) if line is None), self.rejected)
+        return [line for _, line in lines if line is not None]
 
 
 def _texts(run: Run) -> Iterator[bytes]:
@@ -319,20 +359,34 @@ def _texts(run: Run) -> Iterator[bytes]:
 
 def _parsed(texts: Iterable[bytes]) -> Iterator[Line]:
     """Yield the complete, valid lines. Skips lines that a kill or an editor has damaged."""
-    for text in texts:
-        with contextlib.suppress(ValueError, RecursionError):
-            line = json.loads(text)
-            if isinstance(line, dict) and _is_sound(line):
-                yield cast(Line, line)
+    return (line for line in map(_read, texts) if line is not None)
 
 
-def _is_sound(line: dict[str, Any]) -> bool:
-    """Whether the step and the values are finite numbers; a value may be null."""
-    step = line.get("step")
-    if not isinstance(step, int) or isinstance(step, bool) or not 0 <= step < 1 << 53:
-        return False
-    figures = line.get("eval", {name: line.get(name) for name in Training.__annotations__})
-    return isinstance(figures, dict) and all(map(_is_finite, figures.values()))
+def _read(text: bytes) -> Line | None:
+    """Return a line. None: it is no JSON object with a step. A known figure that is no finite number becomes None."""
+    try:
+        line = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(line, dict) or not _is_step(line.get("step")):
+        return None
+    if not _is_step(line.get("epoch", 1)):
+        del line["epoch"]
+    figures, names = line.get("eval", line), Training.__annotations__.keys() & line.keys()
+    if not isinstance(figures, dict):
+        return None
+    for name in figures if "eval" in line else names:
+        if not _is_finite(figures[name]):
+            figures[name] = None
+    return cast(Line, line)
+
+
+def _is_step(step: Any) -> bool:
+    return isinstance(step, int) and not isinstance(step, bool) and 0 <= step < 1 << 53
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _is_finite(figure: Any) -> bool:

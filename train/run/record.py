@@ -171,6 +171,14 @@ class Record(TypedDict):
     """Arguments that a restart or resume adds or replaces. None: the user has not said how the script continues."""
     script_files: NotRequired[dict[str, str]]
     watch: NotRequired[dict[str, Any]]
+    figures: NotRequired[list[str]]
+    """Where the figures of a script are read from, besides its own lines: each a regex or tensorboard:PATH."""
+    figures_problem: NotRequired[str]
+    """Why figures of a script cannot be read, as a line; '' if they can."""
+    last_figures: NotRequired[dict[str, float | None]]
+    """The last value of each figure of a script."""
+    step_time: NotRequired[float | None]
+    """Seconds per step of a script, by the times of its lines; None: unknown."""
 
     cluster: NotRequired[Cluster | None]
     nodes: NotRequired[Any]

@@ -51,6 +51,8 @@ class Spec:
     """Maps the script and the files that it imports to their digests."""
     watch: Mapping[str, Any]
     """Limits of a script (`--watch.NAME`); a task has them in `config`."""
+    figures: tuple[str, ...]
+    """Where the figures of a script are read from, besides its own lines: each a regex or tensorboard:PATH."""
     cwd: str
     """The folder in which the run was launched."""
     git_revision: str
@@ -157,6 +159,7 @@ def spec_of(record: Record, config: Mapping[str, Any]) -> Spec:
         on_restart=None if (words := record.get("on_restart")) is None else tuple(words),
         script_files=record.get("script_files") or {},
         watch=record.get("watch") or {},
+        figures=tuple(record.get("figures") or ()),
         cwd=record.get("cwd") or "",
         git_revision=record.get("git_revision") or "",
         nproc=record.get("nproc"),

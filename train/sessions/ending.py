@@ -7,10 +7,12 @@ no torch.
 from __future__ import annotations
 
 import atexit
+import concurrent.futures.thread  # noqa: F401 - a module that ends thread pools at exit, in the order of imports
 import contextlib
 import os
 import signal
 import sys
+import threading
 import traceback
 from collections.abc import Callable
 from types import TracebackType
@@ -90,7 +92,9 @@ class Ending:
         self._code: Any = None
         self._before, self._exit = sys.excepthook, sys.exit
         sys.excepthook, sys.exit = self._raised, self._note_exit
-        atexit.register(self._at_exit)
+        # not by atexit, which comes after thread pools have ended, so that no checkpoint could be saved
+        at_exit: Any = vars(threading)["_register_atexit"]
+        at_exit(self._at_exit)
 
     def is_over(self) -> None:
         """Report nothing at exit: the end is on record."""
@@ -122,8 +126,7 @@ class Ending:
             self._before(kind, error, trace)
         self._report(error)
         if not (sys.flags.interactive or sys.flags.inspect):
-            atexit._run_exitfuncs()  # else Python would end with code 1, and wait for ranks that are gone
-            leave(code)
+            _leave(code)  # else Python would end with code 1, and wait for ranks that are gone
 
     def _report(self, error: BaseException) -> None:
         try:
@@ -148,4 +151,10 @@ class Ending:
             self._report(error)
             code = EXIT_REFUSED if isinstance(error, Refused) else EXIT_FAILED
         if code is not None:
-            leave(code)
+            _leave(code)
+
+
+def _leave(code: int) -> NoReturn:
+    """End this process with a code of our own, after the exit functions of the script and its libraries."""
+    atexit._run_exitfuncs()
+    leave(code)

@@ -52,7 +52,7 @@ def record_end(run: Run, state: str, *, reason: str, by: str | None = None) -> N
 def _last_loss(run: Run) -> dict[str, Any]:
     """Return the loss of the last metrics line, for run.json, whose own is older. {}: this machine wrote no line."""
     line = metrics.last_training(run)
-    return {"loss": line.get("loss")} if line is not None else {}
+    return {"loss": line["loss"]} if line is not None and "loss" in line else {}
 
 
 def record_waiting(run: Run, reason: str) -> None:
@@ -102,7 +102,7 @@ class Alone:
         run.clear_stop()
         from_step = self._program.first_step(run.newest_checkpoint)
         self.number = run.begin_attempt(ranks, from_step, pids={"ranks": [os.getpid()]})
-        self._watch = self._program.health(spec, run.logs(self.number), [0], self._kill)
+        self._watch = self._program.health(run, spec, attempt=self.number, ranks=[0], kill=self._kill)
         # a thread, so that `train stop` works while this process trains
         threading.Thread(target=self._listen, daemon=True, name="stop-watch").start()
 
@@ -280,7 +280,7 @@ class Supervisor:
         ranks = self.ranks
         ranks.start(self.spec, attempt)
         numbers = [rank_env.rank for rank_env in ranks.rank_envs]
-        watch = self._program.health(self.spec, self.run.logs(attempt), numbers, ranks.end_peer)
+        watch = self._program.health(self.run, self.spec, attempt=attempt, ranks=numbers, kill=ranks.end_peer)
         note_at, is_asked = 0.0, False
         while True:
             self.note_stops()

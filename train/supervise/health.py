@@ -1,7 +1,8 @@
 """Watches running ranks: finds and explains a hang, and ends the other ranks after one has died.
 
-Ranks of a task give signs of life. A script gives none, so it counts as hanging if for a long time it neither writes
-output nor uses the CPU. That finds fewer hangs: a rank that waits for a GPU or in an NCCL collective uses the CPU.
+Ranks of a task and of a script with a session give signs of life. Another script gives none, so it counts as hanging if
+for a long time it writes neither output nor figures, and does not use the CPU. That finds fewer hangs: a rank that
+waits for a GPU or in an NCCL collective uses the CPU.
 """
 
 from __future__ import annotations
@@ -15,12 +16,13 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import psutil
 
 from ..run import heartbeat
 from ..run.heartbeat import Beat
+from .script_figures import ScriptFigures
 from .timeouts import (
     GRACE_AFTER_EXIT,
     GRACE_AFTER_FAILURE,
@@ -28,6 +30,7 @@ from .timeouts import (
     HANG_LEAST_MINUTES,
     HANG_TIMES_SLOWEST,
     SCRIPT_GRACE,
+    SCRIPT_HANG_MINUTES,
     STOP_TIMES_SLOWEST,
     STOP_WAIT,
 )
@@ -109,6 +112,9 @@ class TaskHealth(Health):
     get less time (STOP_WAIT): a stop must not wait for a batch, or a rank, that never comes.
     """
 
+    _routine: ClassVar[tuple[int, ...]] = (heartbeat.TRAINING, heartbeat.EVALUATING)
+    """Phases whose signs of life come at short intervals."""
+
     def __init__(self, config: Mapping[str, Any], logs: Path, ranks: Iterable[int], kill: Kill = os.kill) -> None:
         super().__init__(logs, kill)
         self._ranks = tuple(ranks)
@@ -124,13 +130,8 @@ class TaskHealth(Health):
             return
         beats = tuple(heartbeat.read(self._logs / f"rank{rank}.beat") for rank in self._ranks)
         gone = [beat for pid, beat in zip(started, beats, strict=False) if pid not in living]
-        # ranks end themselves by SIGABRT, as NCCL's watchdog does, so such a rank may not be the first one
-        if any(code < 0 and code != -signal.SIGABRT for code in exits.values()):
-            self._end_in(GRACE_AFTER_SIGNAL)
-        elif any(beat is None or beat.phase != heartbeat.ENDING for beat in gone):
-            self._end_in(GRACE_AFTER_FAILURE)
-        elif exits:
-            self._end_in(GRACE_AFTER_EXIT)
+        if grace := _grace_after(gone, exits):
+            self._end_in(grace)
         elif not self.is_ending and (hang := self._hangs(beats, is_stopping)):
             self.hang = hang
             self._ask_for_stacks(living)
@@ -146,7 +147,7 @@ class TaskHealth(Health):
         self._looked = now
         silent = now - self._at
         if beats != self._seen:
-            if _is_routine(self._seen) and _is_routine(beats):
+            if self._is_routine(self._seen) and self._is_routine(beats):
                 self._slowest = max(self._slowest, silent)
             self._seen, self._at = beats, now
             return ""
@@ -179,11 +180,14 @@ class TaskHealth(Health):
     def _allowed(self, beats: tuple[Beat | None, ...]) -> float:
         if self._hang_minutes == 0 or all(b and b.phase in heartbeat.OF_THE_TASK for b in beats):
             return 0.0
-        if not _is_routine(beats):
+        if not self._is_routine(beats):
             return self._start_minutes
         if self._hang_minutes is not None:
             return self._hang_minutes
         return max(HANG_LEAST_MINUTES, HANG_TIMES_SLOWEST * self._slowest / 60)
+
+    def _is_routine(self, beats: tuple[Beat | None, ...]) -> bool:
+        return bool(beats) and all(beat and beat.phase in self._routine for beat in beats)
 
     def _allowed_to_stop(self, beats: tuple[Beat | None, ...]) -> float:
         """Return the seconds that ranks that were asked to stop may take without a sign of life."""
@@ -202,35 +206,72 @@ class TaskHealth(Health):
                 os.close(fd)
 
 
-def _is_routine(beats: tuple[Beat | None, ...]) -> bool:
-    return bool(beats) and all(b and b.phase in (heartbeat.TRAINING, heartbeat.EVALUATING) for b in beats)
+def _grace_after(gone: Iterable[Beat | None], exits: Mapping[int, int]) -> float:
+    """Return the seconds that the other ranks get after some are gone; 0: they may continue."""
+    # ranks end themselves by SIGABRT, as NCCL's watchdog does, so such a rank may not be the first one
+    if any(code < 0 and code != -signal.SIGABRT for code in exits.values()):
+        return GRACE_AFTER_SIGNAL
+    if any(beat is None or beat.phase != heartbeat.ENDING for beat in gone):
+        return GRACE_AFTER_FAILURE
+    return GRACE_AFTER_EXIT if exits else 0.0
 
 
-class ScriptHealth(Health):
-    """Ends a script that neither writes output nor uses the CPU, and writes its stacks.
+class ScriptHealth(TaskHealth):
+    """Ends a script that shows no life, and writes its stacks.
+
+    While all its ranks train in a session, their steps are the signs of life. Otherwise it is hanging when nothing
+    writes output or figures, or uses the CPU: the work between two steps (an evaluation, say) may take any time.
 
     Args:
-        minutes: Minutes without any sign of life that count as a hang; 0: never.
+        figures: What follows the script's figures.
+        watch: The run's `watch.*` fields, by their names without the prefix.
     """
 
-    def __init__(self, logs: Path, minutes: float, kill: Kill = os.kill) -> None:
-        super().__init__(logs, kill)
-        self._allowed = 60 * minutes
+    _routine: ClassVar = (heartbeat.TRAINING,)
+
+    def __init__(
+        self, figures: ScriptFigures, logs: Path, watch: Mapping[str, Any], ranks: Iterable[int], kill: Kill = os.kill
+    ) -> None:
+        minutes = watch.get("hang_minutes")
+        super().__init__({"watch.hang_minutes": minutes}, logs, ranks, kill)
+        self._figures, self._silent_for = figures, 60 * (SCRIPT_HANG_MINUTES if minutes is None else float(minutes))
         self._output: tuple[tuple[str, int], ...] = ()
         self._used: dict[tuple[int, float], float] = {}
+        self._quiet_since = self._listened = time.monotonic()
 
     def look(self, living: list[int], started: list[int], exits: Mapping[int, int], is_stopping: bool) -> None:
         heartbeat.sign(self._logs)
-        if exits and living and not self.is_ending:  # as torchrun does
+        self._figures.look()
+        beats = tuple(heartbeat.read(self._logs / f"rank{rank}.beat") for rank in self._ranks)
+        gone = [beat for pid, beat in zip(started, beats, strict=False) if pid not in living]
+        if exits and living and any(beats):  # a session, for which SIGTERM would mean to stop
+            self._end_in(_grace_after(gone, exits))
+        elif exits and living and not self.is_ending:  # as torchrun does
             for pid in living:
                 self._kill(pid, signal.SIGTERM)
             self._end_in(SCRIPT_GRACE)
         may_hang = living and not (self.hang or is_stopping)  # after a stop request a script may take any time
-        if may_hang and (hang := self._hangs(living)):
+        hang = self._hangs(beats, False)
+        if self._is_routine(beats):
+            self._used = {}  # the next quiet phase begins at its start
+        else:
+            hang = self._is_quiet(living) if may_hang else ""
+        if hang and may_hang:
             self.hang = hang
             self._write_stacks({rank: pid for rank, pid in enumerate(started) if pid in living})
             self._end_in(0)
         self._kill_if_due(living)
+
+    def _allowed(self, beats: tuple[Beat | None, ...]) -> float:
+        if not self._is_routine(beats):
+            return 0.0
+        if self._hang_minutes is not None:
+            return self._hang_minutes
+        return max(SCRIPT_HANG_MINUTES, HANG_TIMES_SLOWEST * self._slowest / 60)
+
+    def close(self) -> None:
+        self._figures.close()
+        super().close()
 
     def _kill_all(self, living: list[int]) -> None:
         """Kill the ranks and all processes they have started: a remaining process would hold the run's lock."""
@@ -240,30 +281,33 @@ class ScriptHealth(Health):
                     process.kill()
         super()._kill_all(living)
 
-    def _hangs(self, ranks: list[int]) -> str:
+    def _is_quiet(self, ranks: list[int]) -> str:
         """Return the description of a hang; '' if there is none.
 
         Args:
             ranks: Process ids.
         """
         now = time.monotonic()
-        if not self._allowed or now - self._looked < min(_LOOK_EVERY, self._allowed / 4):
+        if not self._silent_for or now - self._listened < min(_LOOK_EVERY, self._silent_for / 4):
             return ""
-        self._looked = now
+        self._listened = now
         output, used = self._written(), _cpu_seconds(ranks)
         spent = sum(max(seconds - self._used.get(key, 0.0), 0.0) for key, seconds in used.items())
-        if not self._used or output != self._output or spent > _SHARE * (now - self._at) + 0.05:
-            self._output, self._used, self._at = output, used, now
+        if not self._used or output != self._output or spent > _SHARE * (now - self._quiet_since) + 0.05:
+            self._output, self._used, self._quiet_since = output, used, now
             return ""
-        silent = now - self._at
-        if silent <= self._allowed:
+        silent = now - self._quiet_since
+        if silent <= self._silent_for:
             return ""
         stacks = f"{self._logs.name}/rank*.stack.txt"
         return f"no output and no use of the CPU for {silent:.0f} s; stacks of the ranks: {stacks}"
 
     def _written(self) -> tuple[tuple[str, int], ...]:
+        """Return the sizes of what the ranks write: their logs, signs of life and figures."""
+        paths = [*self._logs.glob("rank*.log"), *self._logs.glob("rank*.beat")]
         with contextlib.suppress(OSError):
-            return tuple(sorted((path.name, path.stat().st_size) for path in self._logs.glob("rank*.log")))
+            sizes = sorted((path.name, path.stat().st_size) for path in paths)
+            return (*sizes, ("figures", self._figures.size))
         return ()
 
     def _write_stacks(self, pids: Mapping[int, int]) -> None:

@@ -49,6 +49,8 @@ class Program(abc.ABC):
     """Default of --max-restarts for a new run; None: `restarts` decides when a rank dies."""
     shows_log: bool
     """Whether a terminal that follows the run shows the log of a rank, and not a progress bar."""
+    unseen: str
+    """What `train top` says of a rank that gives no signs of life."""
     lacks: ClassVar[Mapping[str, str]] = {}
     """Maps commands that do not work for it to the reason, as the end of a message."""
 
@@ -97,7 +99,7 @@ class Program(abc.ABC):
     # --- what its ranks show
 
     @abc.abstractmethod
-    def health(self, spec: Spec, logs: Path, ranks: Iterable[int], kill: Kill) -> Health:
+    def health(self, run: Run, spec: Spec, *, attempt: int, ranks: Iterable[int], kill: Kill) -> Health:
         """Return the watcher for these ranks, which knows their signs of life."""
 
     # --- what an exit means
@@ -174,6 +176,10 @@ class Program(abc.ABC):
         """Whether steps, losses and phases of this run are known."""
 
     @abc.abstractmethod
+    def get_figures(self, name: str) -> str:
+        """Return what to do if a run has written no figures, as the end of a message."""
+
+    @abc.abstractmethod
     def new_code(self, spec: Spec, name: str) -> str:
         """Return the command that runs changed code after a failure; '' if a resume already does."""
 
@@ -189,7 +195,7 @@ class Program(abc.ABC):
 class Task(Program):
     """A task: its ranks train by the loop of this package, report steps and ends, and continue from its checkpoints."""
 
-    name, default_restarts, shows_log = specs.TASK, specs.MAX_RESTARTS, False
+    name, default_restarts, shows_log, unseen = specs.TASK, specs.MAX_RESTARTS, False, "starting"
 
     def imports(self) -> tuple[Sequence[str], str]:
         from ..zygote.client import CHECKS, RANKS
@@ -211,10 +217,10 @@ class Task(Program):
     def first_step(self, newest: int) -> int | None:
         return newest
 
-    def health(self, spec: Spec, logs: Path, ranks: Iterable[int], kill: Kill) -> Health:
+    def health(self, run: Run, spec: Spec, *, attempt: int, ranks: Iterable[int], kill: Kill) -> Health:
         from .health import TaskHealth
 
-        return TaskHealth(spec.config, logs, ranks, kill)
+        return TaskHealth(spec.config, run.logs(attempt), ranks, kill)
 
     def reports_end(self, facts: Facts) -> bool:
         return True
@@ -277,6 +283,9 @@ class Task(Program):
     def reports_steps(self, attempts: Sequence[Attempt]) -> bool:
         return True
 
+    def get_figures(self, name: str) -> str:
+        return f"see: train logs {name}"
+
     def new_code(self, spec: Spec, name: str) -> str:
         return imports.fork_with(name, spec.task_source) if spec.task_source else ""
 
@@ -295,9 +304,8 @@ class Script(Program):
     that, like a task.
     """
 
-    name, default_restarts, shows_log = specs.SCRIPT, None, True
+    name, default_restarts, shows_log, unseen = specs.SCRIPT, None, True, "running"
     lacks: ClassVar = {
-        "model": "whose model only its own code can build",
         "archive": "whose files lie outside the run folder; copy them by hand",
         "fork": "whose checkpoints are not known here; start it with: train launch",
         "eval": "whose checkpoints are not known here; evaluate them with the script",
@@ -330,12 +338,11 @@ class Script(Program):
     def first_step(self, newest: int) -> int | None:
         return None
 
-    def health(self, spec: Spec, logs: Path, ranks: Iterable[int], kill: Kill) -> Health:
+    def health(self, run: Run, spec: Spec, *, attempt: int, ranks: Iterable[int], kill: Kill) -> Health:
         from .health import ScriptHealth
-        from .timeouts import SCRIPT_HANG_MINUTES
+        from .script_figures import ScriptFigures
 
-        minutes = spec.watch.get("hang_minutes")
-        return ScriptHealth(logs, SCRIPT_HANG_MINUTES if minutes is None else float(minutes), kill)
+        return ScriptHealth(ScriptFigures(run, spec, attempt), run.logs(attempt), spec.watch, ranks, kill)
 
     def reports_end(self, facts: Facts) -> bool:
         return bool(facts.outcomes)
@@ -411,6 +418,9 @@ class Script(Program):
     def reports_steps(self, attempts: Sequence[Attempt]) -> bool:
         return any(map(knows_steps, attempts))
 
+    def get_figures(self, name: str) -> str:
+        return "launch it with --figures, or let it write lines into $TRAIN_RUN_DIR/metrics.jsonl (docs/scripts.md)"
+
     def new_code(self, spec: Spec, name: str) -> str:
         return ""
 
@@ -426,10 +436,7 @@ class Script(Program):
 class Session(Script):
     """A script that has opened a session: it reports steps and ends like a task, and continues from its checkpoints."""
 
-    lacks: ClassVar = {
-        "eval": "which evaluates by itself; see its figures: train show",
-        "model": "whose model only its own code can build; take its weights: run.state_dict('model')",
-    }
+    lacks: ClassVar = {"eval": "which evaluates by itself; see its figures: train show"}
 
     def export(self, run: Run, spec: Spec, target: Path, *, step: int | None, which: str) -> int:
         from ..trainer.export import export_registered

@@ -162,7 +162,7 @@ def _tell_end(run: Run, record: Record) -> int:
         states.INTERRUPTED: f"{run.name} was interrupted{reason}",
         states.COPY: f"{run.name} was interrupted{reason}",
     }.get(state, f"{run.name} is {state}")
-    if not record.get("total_steps") and state == states.FINISHED:  # its steps are unknown
+    if not record.get("total_steps") and not step and state == states.FINISHED:  # its steps are unknown
         last = f"{run.name} finished"
     if state == states.FAILED and record["attempts"]:
         for text in record["attempts"][-1].get("last_lines") or ():

@@ -13,6 +13,7 @@ from .. import screen
 from ..errors import shortened
 from ..format import ago, duration, figure, figures
 from ..mirror import state as mirror
+from ..run import metrics
 from ..run.best import best, best_steps
 from ..run.record import Attempt, Record
 from ..run.run_folder import Run, seconds_of
@@ -23,6 +24,10 @@ from . import time_spent
 
 COLUMNS = ("name", "state", "step", "ranks", "started", "result")
 """Columns of `train ls` unless --columns names others."""
+_RATES = (*metrics.Speed.__annotations__, "lr", "grad_norm")
+"""Figures of a script that are no result."""
+_MOST_FIGURES = 4
+"""Maximum number of figures of a script that are shown as its result."""
 
 
 def _ago(stamp: Any) -> str:
@@ -44,14 +49,22 @@ def end_of(attempt: Attempt, state: str) -> str:
 
 
 def _figures(record: Record, text: Callable[[float], str] = figure) -> str:
-    metrics = record.get("metrics") or {}
-    if not metrics and record.get("loss") is not None:
-        return figures({"loss": record["loss"]}, text)
-    return figures(metrics, text)
+    if measured := record.get("metrics"):
+        return figures(measured, text)
+    shown = {"loss": record.get("loss"), **(record.get("last_figures") or {})}
+    names = [name for name in shown if name not in _RATES][:_MOST_FIGURES]
+    return figures({name: shown[name] for name in names}, text)
 
 
 def _done(record: Record) -> str:
-    return f"{record['step']}/{record['total_steps']}" if record.get("total_steps") else "-"
+    return f"{record['step']}/{record['total_steps']}" if record.get("total_steps") else str(record["step"] or "-")
+
+
+def _place(record: Record) -> str:
+    """Return the step and the epoch that a run has reached; '' if they are unknown."""
+    if not record.get("total_steps") and not record["step"]:
+        return ""
+    return _done(record) + (f"  epoch {record['epoch']}" if record["epoch"] else "")
 
 
 def value(record: Record, name: str, text: Callable[[float], str] = figure) -> Any:
@@ -61,10 +74,19 @@ def value(record: Record, name: str, text: Callable[[float], str] = figure) -> A
         text: formats the metrics of `result`.
     """
     columns = {column: record.get(column) for column in ("name", "state", "created", "started")}
-    columns |= {"step": record["step"] if record.get("total_steps") else None, "ranks": record.get("world_size")}
+    step = record["step"] if record.get("total_steps") else record["step"] or None
+    columns |= {"step": step, "ranks": record.get("world_size"), "args": _arguments(record) or None}
     columns |= {"owner": record.get("owner"), "result": _figures(record, text) or None}
-    parts = (columns, record.get("metrics") or {}, {"loss": record.get("loss")}, record.get("config") or {})
+    parts: tuple[Mapping[str, Any], ...] = (
+        columns, record.get("metrics") or {}, {"loss": record.get("loss")}, record.get("last_figures") or {},
+        record.get("config") or {},
+    )  # fmt: skip
     return next((part[name] for part in parts if name in part), None)
+
+
+def _arguments(record: Record) -> str:
+    """Return the arguments of a script, as a shell takes them."""
+    return shlex.join(record.get("script_arguments") or ())
 
 
 def _cell(record: Record, column: str) -> str:
@@ -102,9 +124,11 @@ def facts(run: Run, record: Record, spec: Spec) -> list[tuple[str, Any]]:
     return [
         ("owner", f"{record['owner']}; you can only read this run" if record.get("owner") else None),
         (program.name, program.source(spec)),
+        ("arguments", _arguments(record)),
         ("on restart", program.on_restart(spec)),
-        ("step", f"{_done(record)}  epoch {record['epoch']}" if record.get("total_steps") else None),
+        ("step", _place(record)),
         ("result", _figures(record)),
+        ("figures", "; ".join(filter(None, ["  ".join(spec.figures), record.get("figures_problem")]))),
         ("weights", record.get("weights_sha256")),
         ("submitted", " in ".join(submitted[key] for key in ("engine", "at") if submitted.get(key))),
         ("order", f"{spec.sampler}() of the task, {spec.samples} samples per epoch" if spec.sampler else None),

@@ -1,11 +1,11 @@
-"""`train plot`: draw loss, metrics, learning rate, throughput and data wait over the steps."""
+"""`train plot`: draw loss, metrics, learning rate, throughput and data wait over the steps, as far as known."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +15,7 @@ from ..run import metrics
 from ..run.durable import check_target, published
 from ..run.run_folder import Run
 from ..run.spec import spec_of
+from ..supervise import programs
 from . import settings
 
 if TYPE_CHECKING:
@@ -39,7 +40,8 @@ _FROM_ZERO = (SPEED, WAIT, STEP)
 _FEW = 10
 """Maximum number of runs with distinct colours. More runs get shades of one scale."""
 _MANY = 200
-"""Points above which the raw values are drawn thin, and their mean over 1/50 of the points thick."""
+"""Points above which training values are drawn thin, and their mean over 1/50 of the points thick; and above which
+points of a metric have no dots."""
 _MOST = 4000
 """Maximum number of points of a line. Longer lines show the lowest and highest point of each stretch."""
 MOST_MEASURES = 12
@@ -68,22 +70,41 @@ class Curves:
     )
     """Maps LOSS, LR, SPEED, WAIT, STEP and NORM to their values, in the units of metrics.Training."""
     evaluations: dict[str, tuple[array[float], array[float]]] = dataclasses.field(default_factory=dict)
-    """Maps a metric of the evaluations to its steps and values."""
+    """Maps a metric of the evaluations, or another figure of a script, to its steps and values."""
 
     def read(self, run: Run) -> Curves:
         """Read the lines of metrics.jsonl. Raises OSError if the file cannot be read."""
         for line in metrics.each(run):
-            step: float = line["step"]
-            if metrics.is_evaluation(line):
-                for name, value in line["eval"].items():
-                    steps, values = self.evaluations.setdefault(screen.printable(name), (array("d"), array("d")))
-                    steps.append(step)
-                    values.append(_drawable(value))
-            else:
-                self.steps.append(step)
-                for name, column in self.training.items():
-                    column.append(_drawable(line.get(name)))
+            figures = metrics.figures_of(line)
+            if not metrics.is_evaluation(line):
+                self._add_training(line)
+                figures = {name: value for name, value in figures.items() if not _is_of_engine(name)}
+            for name, value in figures.items():
+                _add(self.evaluations.setdefault(screen.printable(name), (array("d"), array("d"))), line["step"], value)
         return self
+
+    def _add_training(self, line: Mapping[str, Any]) -> None:
+        while self.steps and self.steps[-1] > line["step"]:  # a script went back to an earlier checkpoint
+            self._drop_last()
+        if not self.steps or self.steps[-1] < line["step"]:
+            self.steps.append(line["step"])
+            for column in self.training.values():
+                column.append(math.nan)
+        for name in self.training.keys() & line.keys():
+            self.training[name][-1] = _drawable(line[name])
+
+    def _drop_last(self) -> None:
+        for column in (self.steps, *self.training.values()):
+            column.pop()
+
+    @property
+    def panels(self) -> list[str]:
+        """The panels with values, in order: the loss, metrics as `eval NAME`, other values of training lines."""
+        known = {name for name, values in self.training.items() if any(map(math.isfinite, values))}
+        known -= {WAIT} if STEP not in known else set()
+        known |= {LOSS} & self.evaluations.keys()
+        measured = [f"eval {name}" for name in measures([self])]
+        return [*({LOSS} & known), *measured, *(name for name in (NORM, LR, SPEED, STEP, WAIT) if name in known)]
 
     @property
     def waiting(self) -> float:
@@ -103,6 +124,20 @@ class Curves:
         if panel == WAIT:  # as a share of the step
             return 100 * values / np.maximum(np.asarray(self.training[STEP]), 1e-12)
         return 1000 * values if panel == STEP else values
+
+
+def _is_of_engine(name: str) -> bool:
+    return name in metrics.Training.__annotations__ or name.startswith("loss.")
+
+
+def _add(curve: tuple[array[float], array[float]], step: int, value: Any) -> None:
+    """Add a point. A step that a script makes again replaces the points from this step on."""
+    steps, values = curve
+    while steps and steps[-1] >= step:
+        steps.pop()
+        values.pop()
+    steps.append(step)
+    values.append(_drawable(value))
 
 
 def _drawable(value: Any) -> float:
@@ -139,9 +174,10 @@ def picture(runs: list[Run]) -> tuple[Any, list[str]]:
         name = screen.printable(run.name)
         curves = Curves(name, _colour(number, len(runs)), screen.printable(advice[number]), own[number])
         drawn.append(curves.read(run))
-    empty = [curves.name for curves in drawn if not curves.steps]
-    if empty:
-        raise Refused(f"{', '.join(empty)} has no metrics to draw yet; see: train logs {empty[0]}")
+    for curves, spec in zip(drawn, specs, strict=True):
+        if not curves.panels:
+            raise Refused(f"{curves.name} has no figures to draw yet; {programs.of(spec).get_figures(curves.name)}")
+
     from matplotlib import rc_context
 
     with rc_context(_PLAIN):
@@ -166,15 +202,16 @@ def _figure(drawn: list[Curves]) -> Any:
     from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
 
-    # an accuracy beside the loss when the task has one
     measured = measures(drawn)
-    norm = [NORM] if any(math.isfinite(value) for curves in drawn for value in curves.training[NORM]) else []
-    panels = [LOSS, *(f"eval {name}" for name in measured[:MOST_MEASURES]), *norm, LR, SPEED, WAIT]
+    known = {panel for curves in drawn for panel in curves.panels}
+    # an accuracy beside the loss when the task has one
+    panels = [LOSS, *(f"eval {name}" for name in measured[:MOST_MEASURES]), NORM, LR, SPEED, WAIT]
+    panels = [panel for panel in panels if panel in known] or [STEP]
     labels = [f"{curves.name}   {curves.own}".rstrip() for curves in drawn]
     columns = 1 if max(map(len, labels)) > 45 else 2 if max(map(len, labels)) > 25 else 3
     size = (9, 2.3 * len(panels) + 0.6 + 0.19 * math.ceil(len(drawn) / columns))
     figure = Figure(size, layout="constrained")
-    axes = figure.subplots(len(panels), 1, sharex=True)
+    axes = figure.subplots(len(panels), 1, sharex=True, squeeze=False)[:, 0]
     for axis, panel in zip(axes, panels, strict=True):
         draw(axis, drawn, panel)
     left_out = len(measured) - MOST_MEASURES
@@ -195,7 +232,9 @@ def draw(axis: Any, drawn: list[Curves], panel: str) -> None:
         if measure is None:
             _draw_training(axis, curves, panel, is_alone=len(drawn) == 1)
         elif measure in curves.evaluations:  # otherwise only another run has this metric
-            axis.plot(*_thinned(*curves.evaluations[measure]), color=curves.colour, marker="o", markersize=3)
+            steps, values = curves.evaluations[measure]
+            dots = {"marker": "o", "markersize": 3} if len(steps) <= _MANY else {"linewidth": 1.0}
+            axis.plot(*_thinned(steps, values), color=curves.colour, **dots)
     axis.set_ylabel(shortened(measure, _LABEL) if measure is not None else TITLES[panel], fontsize=9)
     axis.grid(alpha=0.25)
     axis.margins(x=0.02)

@@ -25,7 +25,7 @@ from ..run.run_folder import Run, now, seconds_of
 from ..run.spec import Spec, spec_of
 from ..supervise import programs
 from . import listing, settings, time_spent
-from .plot import LOSS, LR, MOST_MEASURES, SPEED, STEP, TITLES, WAIT, Curves, draw, measures
+from .plot import MOST_MEASURES, TITLES, Curves, draw, measures
 
 SUFFIXES = (".html", ".htm")
 _INK, _LINE = "#010203", "#040506"
@@ -93,7 +93,7 @@ def html(run: Run, record: Record) -> str:
         "run": run.name,
         "record": record,
         "program": program,
-        "has_steps": program.reports_steps(record["attempts"]),
+        "get_figures": program.get_figures(run.name),
         "command_line": program.command_line(spec),
         "account": account,
         "parts": parts(account),
@@ -148,9 +148,8 @@ def _moment(stamp: Any) -> str:
 def drawn(run: Run) -> dict[str, str]:
     """Map titles to curves as SVG elements; {} if there is nothing to draw."""
     curves = Curves(run.name, _LINE).read(run)
-    if not curves.steps:
-        return {}
-    panels = [LOSS, *(f"eval {name}" for name in measures([curves])[:MOST_MEASURES]), LR, SPEED, STEP, WAIT]
+    left_out = {f"eval {name}" for name in measures([curves])[MOST_MEASURES:]}
+    panels = [panel for panel in curves.panels if panel not in left_out]
     return {TITLES.get(panel, panel.removeprefix("eval ")): _svg(curves, panel) for panel in panels}
 
 

@@ -50,8 +50,8 @@ def test_what_is_written_is_read_by_kind_and_in_order(run: Run) -> None:
 
 
 def test_the_last_training_line_is_found_behind_any_number_of_evaluations_and_is_what_a_run_shows(run: Run) -> None:
-    run.update(step=2, loss=0.9, attempts=[{"number": 1, "started": "", "end": None, "world_size": 1, "from_step": 0,
-                                            "to_step": None}])  # fmt: skip
+    attempt = {"number": 1, "started": "", "end": None, "world_size": 1, "from_step": 0, "to_step": None}
+    run.update(step=2, loss=0.9, forked_from={"run": "b", "step": 2}, attempts=[attempt])
     write(run, training(1), training(3, 5.65e-05), *(evaluation(step) for step in range(3, 2000)))
     assert metrics.last_training(run) == training(3, 5.65e-05)
     assert metrics.up_to_date(run, run.read())["loss"] == 0.9, "of a fork that never trained the lines are another's"
@@ -120,3 +120,38 @@ def test_a_tail_goes_on_behind_a_cut(run: Run) -> None:
     write(run, training(2, loss=0.125))
     (line,) = tail.new()
     assert cast(Training, line)["loss"] == 0.125
+
+
+def write_texts(run: Run, *texts: str) -> None:
+    run.metrics.write_text("".join(f"{text}\n" for text in texts))
+
+
+def test_a_line_of_a_script_needs_a_step_only_and_a_nan_in_it_is_a_gap(run: Run) -> None:
+    write_texts(
+        run,
+        '{"step": 1, "loss": NaN, "name": "x", "flag": true}',
+        '{"step": 2, "accuracy": 0.5, "loss": "high"}',
+        '{"step": 2.5, "loss": 1}',
+        '{"loss": 1}',
+        '{"step": 3, "epoch": 0.5, "eval": {"bleu": Infinity}}',
+    )
+    found = [(line["step"], metrics.figures_of(line), line.get("epoch")) for line in metrics.each(run)]
+    assert found == [(1, {"loss": None}, None), (2, {"accuracy": 0.5, "loss": None}, None), (3, {"bleu": None}, None)]
+
+
+def test_of_a_step_that_is_made_again_the_last_line_counts(run: Run) -> None:
+    first = ('{"step": 1, "loss": 1}', '{"step": 2, "loss": 2}', '{"step": 2, "accuracy": 0.5}')
+    again = ('{"step": 2, "loss": 20}', '{"step": 4, "loss": 40}')
+    write_texts(run, *first, '{"step": 3, "loss": 3}', '{"step": 3, "eval": {"bleu": 3}}', *again)
+    assert [json.dumps(line) for line in metrics.lines(run)] == [
+        '{"step": 1, "loss": 1}',
+        '{"step": 2, "loss": 20, "accuracy": 0.5}',
+        '{"step": 3, "eval": {"bleu": 3}}',
+        '{"step": 4, "loss": 40}',
+    ]
+
+
+def test_a_tail_keeps_the_last_line_that_it_could_not_read(run: Run) -> None:
+    tail = Tail(run)
+    write_texts(run, '{"step": 1, "loss": 1}', "", "step=2 loss=1")
+    assert [line["step"] for line in tail.new()] == [1] and tail.rejected == b"step=2 loss=1"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -11,7 +13,8 @@ import pytest
 from tests.train.conftest import Station
 from tests.waiting import eventually
 from train.run import folders, heartbeat
-from train.supervise import health
+from train.run.spec import read_spec
+from train.supervise import health, programs
 from train.supervise.health import TaskHealth
 
 FIELDS = (
@@ -191,3 +194,51 @@ def test_a_rank_may_compile_longer_than_it_may_be_silent(
         watch.look([1, 2], [1, 2], {}, is_stopping)
         time.sleep(0.01)
     assert bool(watch.hang) is is_hang
+
+
+HANGS_SOON = {"hang_minutes": 0.01}
+WORKS, WAITS = "while True: pass", "import time; time.sleep(1000)"
+
+
+@pytest.mark.parametrize(
+    ("phases", "computes", "is_hang"),
+    [
+        (("TRAINING", "TRAINING"), True, True),  # as ranks that wait in a collective of NCCL
+        (("TRAINING", "EVALUATING"), True, False),  # the script evaluates, for as long as it likes
+        (("TRAINING", "EVALUATING"), False, True),
+        (("", ""), True, False),  # no session
+        (("", ""), False, True),
+    ],
+)
+def test_a_session_shows_its_life_by_steps_while_it_trains_and_else_as_any_script(
+    phases: tuple[str, str], computes: bool, is_hang: bool, tmp_path: Path
+) -> None:
+    run = folders.create(tmp_path, "a", files={}, record={"script": "/own.py", "world_size": 2, "watch": HANGS_SOON})
+    run.logs(1).mkdir(parents=True)
+    for rank, phase in enumerate(phases):
+        if phase:
+            heartbeat.Heart(run.logs(1) / f"rank{rank}.beat").beat(getattr(heartbeat, phase), 3)
+    own = [subprocess.Popen([sys.executable, "-c", WORKS if computes else WAITS]) for _ in phases]
+    pids, killed = [process.pid for process in own], []
+    watch = programs.SCRIPT.health(run, read_spec(run), attempt=1, ranks=[0, 1], kill=lambda pid, _: killed.append(pid))
+    until = time.monotonic() + 2
+    while time.monotonic() < until and not watch.hang:
+        watch.look(pids, pids, {}, False)
+        time.sleep(0.05)
+    for process in own:
+        process.kill()
+        process.wait()
+    assert (bool(watch.hang), sorted(killed)) == (is_hang, sorted(pids) if is_hang else [])
+    watch.close()
+
+
+def test_a_session_that_is_gone_is_no_stop_for_its_other_ranks(tmp_path: Path) -> None:
+    run = folders.create(tmp_path, "a", files={}, record={"script": "/own.py", "world_size": 2})
+    run.logs(1).mkdir(parents=True)
+    saves, leaves = (heartbeat.Heart(run.logs(1) / f"rank{rank}.beat") for rank in range(2))
+    saves.beat(heartbeat.SAVING, 3)
+    leaves.beat(heartbeat.ENDING, 3)
+    sent: list[int] = []
+    watch = programs.SCRIPT.health(run, read_spec(run), attempt=1, ranks=[0, 1], kill=lambda _, sign: sent.append(sign))
+    watch.look([1], [1, 2], {1: 75}, True)  # rank 1 has left after a stop, while rank 0 commits
+    assert sent == [] and watch.is_ending

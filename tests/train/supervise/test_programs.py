@@ -93,7 +93,7 @@ def test_another_program_needs_one_class(tmp_path: Path, monkeypatch: pytest.Mon
     record = run.read()
     shown = listing.story(run, record, spec.spec_of(record, {}))
     assert "  sweep        sweep.toml\n" in shown and "steps redone -" in shown
-    assert "Only the sweep knows its metrics." in report.html(run, record)
+    assert "The run has written no figures; launch it with --figures" in report.html(run, record)
     assert stopping.how_it_stands(record)[1].endswith("train resume a starts the runs that are left")
     assert run_status.moved(record, []) is None
     count = {"step": 0, "times": 2, "attempts": 1}

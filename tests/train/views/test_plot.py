@@ -110,7 +110,7 @@ def test_a_run_without_metrics_is_refused_by_name(tmp_path: Path) -> None:
         made(tmp_path / "runs", "full"),
         folders.create(tmp_path / "runs", "fresh", files={}, record={"world_size": 1}),
     ]
-    with pytest.raises(Refused, match="fresh has no metrics"):
+    with pytest.raises(Refused, match="fresh has no figures"):
         plot(runs, tmp_path / "a.png")
     assert not (tmp_path / "a.png").exists()
 
@@ -177,10 +177,27 @@ def test_a_line_without_a_figure_says_nothing_of_the_time_of_the_others(tmp_path
     run = made(tmp_path, "a")
     with run.metrics.open("a") as file:
         file.write('{"step": 51, "loss": 1.0, "data_wait": 0.001}\n{"step": 52, "loss": 1.0, "step_time": null}\n')
-        file.write('{"step": 3, "loss": 1.0, "data_wait": 900.0, "step_time": 0.01}\n')  # a step that was made before
     with matplotlib.rc_context({"svg.fonttype": "none"}):
         plot([run], tmp_path / "a.svg")
     assert "10% of the time" in (tmp_path / "a.svg").read_text()
+
+
+def test_of_a_script_that_went_back_the_last_values_are_drawn_and_only_what_was_measured(tmp_path: Path) -> None:
+    run = folders.create(tmp_path, "a", files={}, record={"world_size": 1, "script": "/own.py"})
+    lines = [{"step": step, "loss": 1.0, "accuracy": 0.5} for step in (1, 2, 3, 4, 5)]
+    lines += [{"step": 5, "loss": 5.0}, {"step": 3, "loss": 3.0, "accuracy": 0.3}]
+    run.metrics.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    curves = Curves("a", "C0").read(run)
+    assert [*curves.steps] == [1, 2, 3] and [*curves.training["loss"]] == [1.0, 1.0, 3.0]
+    assert [*map(list, curves.evaluations["accuracy"])] == [[1, 2, 3], [0.5, 0.5, 0.3]]
+    assert curves.panels == ["loss", "eval accuracy"]
+    with matplotlib.rc_context({"svg.fonttype": "none"}):
+        plot([run], tmp_path / "a.svg")
+    drawn = (tmp_path / "a.svg").read_text()
+    assert "accuracy" in drawn and "learning rate" not in drawn and "samples / s" not in drawn
+    run.metrics.write_text('{"step": 1}\n')
+    with pytest.raises(Refused, match="a has no figures to draw yet; launch it with --figures"):
+        plot([run], tmp_path / "b.svg")
 
 
 PEAK = """

@@ -302,7 +302,11 @@ def test_the_page_of_a_script_says_what_is_known(station: Any) -> None:
     station.ok("launch", "--script", "own.py", "--name", "own", "--follow", "--", "--word", EVIL)
     station.ok("report", "own", "--to", "own.html")
     text = (station.folder / "own.html").read_text()
-    assert "only it knows" in text and "Only the script knows its metrics" in text and "<script" not in text
+    assert (
+        "only it knows" in text
+        and "The run has written no figures; launch it with --figures" in text
+        and "<script" not in text
+    )
     assert "not measured" in station.ok("report", "own").stdout
 
 
