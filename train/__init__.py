@@ -12,7 +12,10 @@ from typing import Any
 __version__ = "0.1.0"
 
 
-_FOR_TASKS = {"gather": ".parallel.gather", "progress": ".data.progress", "shards": ".data.shards"}
+_FOR_TASKS = {
+    "gather": ".parallel.gather", "progress": ".data.progress", "shards": ".data.shards",
+    "session": ".sessions.session",
+}  # fmt: skip
 _FOR_PYTHON = ("launch", "find", "runs", "Run", "Refused")
 """Names of api.py. They are always this package's own, so that `Refused` is what `launch` raises."""
 

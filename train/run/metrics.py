@@ -184,7 +184,12 @@ def cut(run: Run, step: int, made_here: float = math.inf) -> None:
     """
     _cut(run.metrics, step, lambda line: int(json.loads(line)["step"]))
     for path in run.folder.glob("samples.rank*.log"):  # also of ranks that no longer exist
-        _cut(path, min(step, made_here), lambda line: int(line.split(b" ", 1)[0]))
+        cut_samples(path, min(step, made_here))
+
+
+def cut_samples(path: Path, step: float) -> None:
+    """Cut a sample log to the lines of steps 1 to `step`."""
+    _cut(path, step, lambda line: int(line.split(b" ", 1)[0]))
 
 
 def _cut(path: Path, step: float, step_of: Callable[[bytes], int]) -> None:

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
@@ -43,7 +44,7 @@ class Listener(Protocol):
     """What a loader tells its session. A pass is one iteration over the loader."""
 
     def _begin_pass(self, epoch: int, batch: int) -> None: ...
-    def _begin_step(self, epoch: int, batch: int, step: int) -> None: ...
+    def _begin_step(self, step: int) -> None: ...
     def _border(self, batch: int) -> None: ...
     def _end_pass(self, epoch: int) -> None: ...
 
@@ -97,9 +98,9 @@ class Loader:
         self._epoch = self._batch = 0
         self._iterator: Any = None
         self._workers: list[Any] = []
-        self.asked: collections.deque[MicroBatch] = collections.deque()
-        """The micro batches that were asked for and whose bodies are not over, if `notes_samples`."""
-        self.notes_samples = False
+        self._asked: collections.deque[MicroBatch] = collections.deque()
+        self.note: Callable[[int, npt.NDArray[np.int64]], None] | None = None
+        """Called with the number of each batch, counted over all epochs, and the indices of this rank's samples."""
 
     def __len__(self) -> int:
         return self._plan.steps_per_epoch
@@ -111,9 +112,9 @@ class Loader:
         return self._batch
 
     @property
-    def epoch(self) -> int:
-        """Number of the epoch of the next pass, from 0."""
-        return self._epoch
+    def facts(self) -> dict[str, int]:
+        """What a position in an epoch depends on."""
+        return {"samples": self._plan.length, "batch_size": self.batch_size, "batches": len(self)}
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch of the next pass, counted from 0. Inside `session.epochs()` it is set already."""
@@ -148,7 +149,9 @@ class Loader:
         for fetched in self._fetched(epoch, first):
             batch = fetched if self._device is None else to_device(fetched, self._device)
             self._batch += 1
-            session._begin_step(epoch, self._batch - 1, step)
+            if self.note is not None:
+                self.note(step, self._asked.popleft().indices)
+            session._begin_step(step)
             step += 1
             yield batch
             session._border(self._batch)
@@ -165,8 +168,8 @@ class Loader:
 
     def _fetched(self, epoch: int, first: int) -> Iterator[Any]:
         micros = self._micro_batches(epoch, first)
-        if self.notes_samples:
-            self.asked.clear()
+        if self.note is not None:
+            self._asked.clear()
             micros = self._noted(micros)
         if first == len(self):  # no workers for nothing
             return iter(())
@@ -177,7 +180,7 @@ class Loader:
 
     def _noted(self, micros: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
         for micro in micros:
-            self.asked.append(micro)
+            self._asked.append(micro)
             yield micro
 
     def _fetch_by_loader(self) -> Iterator[Any]:

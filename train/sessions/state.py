@@ -9,7 +9,7 @@ import logging
 import os
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -32,6 +32,7 @@ from .objects import Key, Module, Optimizer, Parts, Ref, Registered
 from .updates import Updates
 
 log = logging.getLogger("train")
+T = TypeVar("T")
 
 LIBRARY = "library"
 """Folder in a checkpoint for what a library writes by itself."""
@@ -166,6 +167,10 @@ class State:
     def border(self) -> None:
         """The body of a batch is over. Called before `updates` and `is_clean` are read."""
         self._updates.end_body()
+
+    def gather(self, value: T) -> list[T]:
+        """Return every rank's value on every rank."""
+        return self._world.gather(value)
 
     # --- saving
 

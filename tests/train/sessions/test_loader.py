@@ -34,8 +34,8 @@ class Calls:
     def _begin_pass(self, epoch: int, batch: int) -> None:
         self.calls.append(("pass", epoch, batch))
 
-    def _begin_step(self, epoch: int, batch: int, step: int) -> None:
-        self.calls.append(("step", epoch, batch, step))
+    def _begin_step(self, step: int) -> None:
+        self.calls.append(("step", step))
 
     def _border(self, batch: int) -> None:
         self.calls.append(("border", batch))
@@ -105,7 +105,7 @@ def test_what_a_session_is_told() -> None:
         seen.append(made.state_dict())
     calls: Any = made._session
     assert calls.calls == [
-        ("pass", 2, 1), ("step", 2, 1, 7), ("border", 2), ("step", 2, 2, 8), ("border", 3), ("end", 2),
+        ("pass", 2, 1), ("step", 7), ("border", 2), ("step", 8), ("border", 3), ("end", 2),
     ]  # fmt: skip
     assert seen == [{"epoch": 2, "batch": 2}, {"epoch": 2, "batch": 3}]
     assert made.state_dict() == {"epoch": 3, "batch": 0}

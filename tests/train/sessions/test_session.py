@@ -1,0 +1,318 @@
+"""A loop in a session continues at any border with the same bits, and its calls refuse what they cannot keep.
+
+Each attempt is a fork of this process, which is the rank of a launched run. Runs that are killed from outside, on
+several ranks, are in test_kills.py.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import multiprocessing
+import os
+import random
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from train.errors import EXIT_REFUSED, Refused
+from train.run import folders
+from train.run.run_folder import Run
+from train.sessions.session import Session, session
+
+pytestmark = pytest.mark.never_forgiven
+
+Body = Callable[..., Any]
+KILLED = 9
+mixing = np.random.default_rng()  # of the model's file: found and seeded
+
+
+def made(folder: Path, name: str) -> Run:
+    return folders.create(folder, name, files={}, record={"script": "script.py"})
+
+
+def attempt(run: Run, body: Body, *arguments: Any) -> tuple[int, str]:
+    """Start a rank of the run. Returns its exit code and what it printed."""
+    number = run.begin_attempt(1, None)
+
+    def rank() -> None:
+        os.environ |= {"TRAIN_RUN_DIR": str(run.path), "TRAIN_ATTEMPT": str(number)}
+        for fd in (1, 2):
+            os.dup2(output.fileno(), fd)
+        sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
+        logging.getLogger().handlers = [logging.StreamHandler(sys.stderr)]  # not pytest's
+        torch.set_num_threads(1)
+        try:
+            body(*arguments)
+        except Refused as error:
+            print(error, file=sys.stderr)
+            os._exit(EXIT_REFUSED)
+        except SystemExit as error:
+            os._exit(error.code)  # type: ignore[arg-type]
+        os._exit(0)
+
+    with tempfile.TemporaryFile() as output:
+        process = multiprocessing.get_context("fork").Process(target=rank)
+        process.start()
+        process.join(60)
+        output.seek(0)
+        return process.exitcode or 0, output.read().decode()
+
+
+class Data:
+    """27 samples with noise from each generator of the host."""
+
+    def __len__(self) -> int:
+        return 27
+
+    def __getitem__(self, index: int) -> Any:
+        return torch.full((4,), float(index)) + torch.randn(4), torch.tensor([random.random() + np.random.rand()])
+
+
+class Net(nn.Sequential):
+    """A class of this file, so that the generator of this file belongs to the model."""
+
+
+def train(kill: tuple[int, int] = (-1, -1), save: int = 2, end: str = "", workers: int = 0) -> None:
+    """Train a small network as a user's script does: with accumulation, and work at the end of an epoch.
+
+    Args:
+        kill: the epoch and the batch before whose body the process dies; batch 5: before the work at the epoch's end;
+            batch 6: after it.
+        save: the batch in which a checkpoint is asked for.
+    """
+    run = session(seed=1, save_minutes=0, log_samples=True)
+    net = Net(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 1))
+    optimizer = torch.optim.Adam(net.parameters())
+    loader = run.loader(Data(), batch_size=5, num_workers=workers)
+    run.register(model=net, optimizer=optimizer)
+    sums = run.values.setdefault("sums", [])
+    for epoch in run.epochs(3):
+        sums.append(random.random())
+        for number, (inputs, targets) in enumerate(loader, loader.start):
+            if (epoch, number) == kill:
+                os._exit(KILLED)
+            loss = nn.functional.mse_loss(mixing.random() * net(inputs), targets) / 2
+            loss.backward()
+            if number % 2 or number == len(loader) - 1:
+                optimizer.step()
+                optimizer.zero_grad()
+                run.log(loss=loss, lr=0.1)
+            if number == save:
+                run.save()
+            if end == "break" and number == 3:
+                break
+        if (epoch, 5) == kill:
+            os._exit(KILLED)
+        sums.append(torch.rand(1).item() + np.random.rand() + random.random())
+        with (run._place.run.folder / "ends").open("a") as file:
+            file.write(f"{epoch} {sums[-1]}\n")
+        if (epoch, 6) == kill:
+            os._exit(KILLED)
+    if end != "exit":
+        run.finish()
+    else:
+        run._place._exited()
+
+
+def outcome(run: Run, number: int) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads((run.logs(number) / "rank0.outcome.json").read_text())
+    return content
+
+
+def result(run: Run) -> dict[str, Any]:
+    """All that a run leaves and that must not depend on kills."""
+    last = outcome(run, max(int(path.name.removeprefix("attempt-")) for path in (run.folder / "logs").iterdir()))
+    assert last["kind"] == "finished", last
+    ends = dict.fromkeys((run.folder / "ends").read_text().splitlines())
+    files = [run.metrics.read_text(), (run.folder / "samples.rank0.log").read_text()]
+    return {"digest": last["figures"]["weights_sha256"], "step": last["step"], "ends": [*ends], "files": files}
+
+
+@pytest.fixture(scope="module")
+def calm(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, Any]]:
+    """What runs leave that nobody disturbed, by the batch in which they ask for a checkpoint."""
+    found = {}
+    for save in (2, 4):
+        run = made(tmp_path_factory.mktemp("calm"), "calm")
+        assert attempt(run, train, (-1, -1), save) == (0, "")
+        found[save] = result(run)
+    return found
+
+
+def test_what_a_run_leaves(calm: dict[int, dict[str, Any]]) -> None:
+    lines = [json.loads(line) for line in calm[2]["files"][0].splitlines()]
+    assert [line["step"] for line in lines] == [*range(1, 10)]
+    assert [line["epoch"] for line in lines] == [1, 1, 1, 2, 2, 2, 3, 3, 3]
+    assert all(set(line) == {"step", "epoch", "loss", "lr"} for line in lines)
+    samples = [[int(word) for word in line.split()] for line in calm[2]["files"][1].splitlines()]
+    assert [line[0] for line in samples] == [*range(1, 16)] and all(len(set(line[1:])) == 5 for line in samples)
+    assert calm[2]["digest"] == calm[4]["digest"] and calm[2]["step"] == 9
+
+
+@pytest.mark.parametrize(
+    ("kill", "save", "workers"),
+    [((0, 1), 2, 0), ((1, 0), 2, 0), ((1, 4), 2, 0), ((1, 3), 2, 1), ((1, 5), 4, 0), ((1, 6), 4, 0), ((2, 2), 4, 2)],
+)
+def test_a_killed_run_ends_as_one_that_nobody_disturbed(
+    calm: dict[int, dict[str, Any]], tmp_path: Path, kill: tuple[int, int], save: int, workers: int
+) -> None:
+    run = made(tmp_path, "killed")
+    assert attempt(run, train, kill, save, "", workers)[0] == KILLED
+    assert attempt(run, train, (-1, -1), save, "", workers) == (0, "")
+    assert result(run) == calm[save]
+
+
+def test_work_at_the_end_of_an_epoch_is_done_once_after_its_checkpoint(tmp_path: Path) -> None:
+    run = made(tmp_path, "killed")
+    attempt(run, train, (1, 5), 4)  # saved after the last batch
+    attempt(run, train, (-1, -1), 4)
+    assert [line.split()[0] for line in (run.folder / "ends").read_text().splitlines()] == ["0", "1", "2"]
+
+
+def test_a_break_leaves_an_epoch_and_its_run_finishes(tmp_path: Path) -> None:
+    found = []
+    for kill in ((-1, -1), (1, 1), (2, 0)):
+        run = made(tmp_path, f"break{kill[0]}")
+        if kill[0] > 0:
+            attempt(run, train, kill, 1, "break")
+        assert attempt(run, train, (-1, -1), 1, "break") == (0, "")
+        found.append(result(run))
+    assert found[0] == found[1] == found[2] and found[0]["step"] == 6
+
+
+def test_a_clean_exit_finishes(calm: dict[int, dict[str, Any]], tmp_path: Path) -> None:
+    run = made(tmp_path, "exit")
+    assert attempt(run, train, (-1, -1), 2, "exit") == (0, "")
+    assert result(run) == calm[2]
+
+
+def steps(kill: int = -1) -> None:
+    run = session(save_every=3, save_minutes=0)
+    weight = nn.Parameter(torch.zeros(3))
+    net, optimizer = nn.ParameterList([weight]), torch.optim.SGD([weight], lr=0.1)
+    run.register(net=net, optimizer=optimizer)
+    for step in run.range(10):
+        if step == kill:
+            os._exit(KILLED)
+        (weight * torch.randn(3)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        run.log(norm=weight.norm())
+    with (run._place.run.folder / "ends").open("a") as file:
+        file.write("end\n")
+    (run._place.run.folder / "samples.rank0.log").touch()
+    run.finish()
+
+
+def test_a_loop_without_a_loader(tmp_path: Path) -> None:
+    runs = [made(tmp_path, name) for name in ("calm", "killed")]
+    assert attempt(runs[1], steps, 7)[0] == KILLED
+    for run in runs:
+        assert attempt(run, steps) == (0, "")
+    assert result(runs[0]) == result(runs[1])
+    assert json.loads(runs[0].metrics.read_text().splitlines()[-1])["total_steps"] == 10
+
+
+# --- what is refused
+
+
+def opened(**options: Any) -> Session:
+    run = session(**options)
+    run.loader(Data(), 5)
+    return run
+
+
+def registered() -> Session:
+    run = opened()
+    run.register(model=nn.Linear(1, 1))
+    return run
+
+
+def _twice() -> None:
+    run = registered()
+    for _ in run.epochs(1):
+        for _ in range(2):
+            next(iter(run._loader))  # type: ignore[arg-type]
+
+
+def _other_epoch() -> None:
+    run = registered()
+    assert run._loader is not None
+    for _ in run.epochs(1):
+        run._loader.set_epoch(3)
+        next(iter(run._loader))
+
+
+def _beside() -> None:
+    run = registered()
+    for _ in run.epochs(1):
+        next(run.range(3))
+
+
+WRONG: list[tuple[str, Body]] = [
+    ("seed=-1: give", lambda: session(seed=-1)),
+    ("save_every=0: give", lambda: session(save_every=0)),
+    ("save_minutes='5': give", lambda: session(save_minutes=cast(Any, "5"))),
+    ("one loader, for training", lambda: opened().loader(Data(), 5)),
+    ("session.register(model=…, optimizer=…) before session.epochs()", lambda: next(opened().epochs(3))),
+    ("session.register(model=…, optimizer=…) before session.finish()", lambda: opened().finish()),
+    ("iterate over the loader inside: for epoch in", lambda: next(iter(registered()._loader))),  # type: ignore[arg-type]
+    ("iterated twice in one epoch", _twice),
+    ("set to epoch 3 in epoch 0; leave out set_epoch()", _other_epoch),
+    ("session.range() beside session.epochs()", _beside),
+    ("session.epochs(-1): give", lambda: next(registered().epochs(-1))),
+    ("session.log(loss=…) takes a number, not Tensor", lambda: registered().log(loss=torch.ones(2))),
+    ("session.log(name=…) takes a number, not str", lambda: registered().log(name="x")),
+    ("the session writes epoch itself", lambda: registered().log(epoch=3)),
+]
+
+
+@pytest.mark.parametrize(("words", "body"), WRONG)
+def test_what_a_session_refuses(tmp_path: Path, words: str, body: Body) -> None:
+    code, printed = attempt(made(tmp_path, "wrong"), body)
+    assert code == EXIT_REFUSED and words in printed and printed.count("\n") == 1, printed
+
+
+def test_other_data_are_refused_in_the_middle_of_an_epoch_only(tmp_path: Path) -> None:
+    run = made(tmp_path, "other")
+    attempt(run, train, (1, 4), 1)
+
+    def other() -> None:
+        script = session()
+        net = Net(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 1))
+        script.register(model=net, optimizer=torch.optim.Adam(net.parameters()))
+        script.loader(Data(), batch_size=9)
+        for _ in script.epochs(3):
+            os._exit(0)
+
+    code, printed = attempt(run, other)
+    assert code == EXIT_REFUSED and "after batch 2 of an epoch of 27 samples in batches of 5" in printed, printed
+
+
+def test_a_resumed_epoch_that_ends_between_two_updates_is_named(tmp_path: Path) -> None:
+    def counting(kill: bool) -> None:
+        script = session(save_every=1, save_minutes=0)
+        net = nn.Linear(4, 1)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        loader = script.loader(Data(), batch_size=5)
+        script.register(net=net, optimizer=optimizer)
+        for _ in script.epochs(1):
+            for number, (inputs, _) in enumerate(loader):  # wrong: not from loader.start
+                net(inputs).sum().backward()
+                if kill and number == 3:
+                    os._exit(KILLED)
+                if number % 2 or number == len(loader) - 1:
+                    optimizer.step()
+                    optimizer.zero_grad()
+
+    run = made(tmp_path, "counting")
+    assert attempt(run, counting, True)[0] == KILLED
+    assert "count batches with enumerate(loader, loader.start)" in attempt(run, counting, False)[1]

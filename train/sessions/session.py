@@ -1,0 +1,415 @@
+"""A session makes a loop exact that stays the user's: after a kill it continues in the middle of an epoch, and ends
+with the same weights.
+
+    session = ts.session(seed=0, save_every=500)
+    loader = session.loader(dataset, batch_size=64)
+    session.register(model=model, optimizer=optimizer)
+    for epoch in session.epochs(30):
+        for batch in loader:
+            …
+            session.log(loss=loss)
+    session.finish()
+
+A border is where the body of a batch ends, or the work at the end of an epoch. There checkpoints are taken and stops
+are agreed. No generator's state is saved: what is drawn at random follows from the seed and the position (seeds.py).
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch.distributed as dist
+
+from .. import faults
+from ..data.seeding import Seed, owned
+from ..errors import Refused, TrainingFailed
+from ..run import heartbeat, metrics
+from ..run.metrics import Lines
+from ..run.outcome import Kind
+from . import seeds
+from .loader import Loader
+from .place import STOP, Place
+from .state import Position, State
+
+log = logging.getLogger("train")
+
+_EPOCHS, _RANGE = "session.epochs()", "session.range()"
+_FACTS = "session.loader"
+"""Key, beside the user's values, for what a checkpoint says of the loader."""
+_OF_LINES = ("step", "epoch", "total_steps")
+"""Names in a line of metrics.jsonl that the session sets itself."""
+
+
+def session(
+    *, seed: int = 0, save_every: int | None = None, save_minutes: float = 10.0, log_samples: bool = False
+) -> Session:
+    """Open the session of this process: find its run, and seed all ranks alike. It belongs into the first line of
+    main().
+
+    Args:
+        seed: what is drawn at random follows from it.
+        save_every: updates of the optimizer between two checkpoints; None: checkpoints follow the clock alone.
+        save_minutes: minutes between two checkpoints; 0: never by the clock.
+        log_samples: write the data set indices of each rank's samples into samples.rankR.log of the run folder.
+
+    Raises:
+        Refused: a value is wrong, this process has a session already, or its run cannot hold one.
+    """
+    is_number = isinstance(save_minutes, (int, float)) and 0 <= save_minutes < float("inf")
+    place = Place.open(save_every=save_every, save_minutes=save_minutes if is_number else None)
+    if not isinstance(seed, int) or not 0 <= seed < 2**63:
+        raise Refused(f"seed={seed!r}: give a whole number from 0 to 2**63 - 1")
+    if save_every is not None and (not isinstance(save_every, int) or save_every < 1):
+        raise Refused(f"save_every={save_every!r}: give the number of updates between two checkpoints, at least 1")
+    if not is_number:
+        raise Refused(f"save_minutes={save_minutes!r}: give the minutes between two checkpoints; 0 for none by time")
+    return Session(place, seed, log_samples=log_samples)
+
+
+class Session:
+    """What `session` returns. Every rank calls its methods alike."""
+
+    def __init__(self, place: Place, seed: int, *, log_samples: bool = False) -> None:
+        self._place, self._seed, self._log_samples = place, seed, log_samples
+        self._state = State(place)
+        self._loader: Loader | None = None
+        self._own: list[Seed] = []
+        """Generators that the registered objects hold."""
+        self._at = Position()
+        self._saved_at: Position | None = None
+        """Where the newest checkpoint was taken."""
+        self._facts: dict[str, int] = {}
+        """What the checkpoint that was loaded says of the loader."""
+        self._library: Path | None = None
+        self._write: Callable[[Path], None] | None = None
+        self._is_registered = self._is_complete = self._is_over = self._wants_save = False
+        self._driver = self._loop = ""
+        """What gives out the steps now, and what has before: session.epochs(), session.range() or a library's name."""
+        self._passes = self._first = 0
+        """Passes over the loader in this epoch, and the batch with which the last one began."""
+        self._count: int | None = None
+        """Epochs or steps of the loop."""
+        self._clean_at = Position()
+        """The last border at which no gradient was pending."""
+        self._digest = ""
+        self._samples: Lines | None = None
+        self.values: dict[str, Any] = {}
+        """Plain values that a checkpoint keeps (a best figure, a counter): numbers, texts, lists and dicts of them. Set
+        them after `register`, which fills this from the checkpoint."""
+        seeds.at_start(seed)
+        place.at_exit(self.finish, lambda: self._is_complete)
+
+    # --- before the loop
+
+    def loader(self, dataset: Any, batch_size: int, **options: Any) -> Loader:
+        """Return the loader of the data to train on. It takes what DataLoader takes, and shuffles.
+
+        Args:
+            dataset: a map-style data set.
+            batch_size: samples of a *global* batch. Each rank gets `batch_size / world_size` of them.
+            options: those of DataLoader, and `device`, to which batches are moved.
+
+        Raises:
+            Refused: an option contradicts an exact order, or the ranks cannot share a batch equally.
+        """
+        if self._loader is not None:
+            raise Refused("a session has one loader, for training; read evaluation data with a DataLoader")
+        place = self._place
+        self._loader = Loader(
+            self, dataset, batch_size=batch_size, seed=self._seed, rank=place.rank, size=place.size, **options
+        )
+        return self._loader
+
+    def register(self, **objects: Any) -> None:
+        """Register all that a checkpoint holds, and load the newest whole checkpoint, if there is one.
+
+        Call it once, after all objects are made: a scheduler's constructor writes into the optimizer.
+
+        Args:
+            objects: modules, optimizers, schedulers, scalers and what else has state_dict() and load_state_dict().
+
+        Raises:
+            Refused: an object cannot be saved, or the checkpoint holds other objects.
+        """
+        self._state.register(**objects)
+        self._own = owned(*objects.values())
+        self._continue()
+
+    def _hand_to(self, library: str, write: Callable[[Path], None]) -> None:
+        """Let a library give out the steps.
+
+        Args:
+            write: writes the library's own checkpoint into a folder.
+        """
+        if self._is_registered:
+            raise Refused(f"{library} saves its own objects; leave out session.register")
+        self._driver = self._loop = library
+        self._write = write
+        self._continue()
+
+    def newest(self) -> str | None:
+        """Return the path of the newest whole checkpoint that a library has written; None: there is none."""
+        return None if self._library is None else str(self._library)
+
+    def _continue(self) -> None:
+        """Load the newest checkpoint, and cut the lines of later steps."""
+        saved, size = self._state.load(), 0
+        if saved is not None:
+            self._at, self._library, size = saved.position, saved.library, saved.metrics_bytes
+            values = dict(saved.values)
+            self._facts = values.pop(_FACTS, {})
+            self.values.update(values)
+            self._saved_at = self._clean_at = saved.position
+        self._place.began(self._state.updates, size)
+        self._is_registered = True
+        faults.here("loaded")
+        seeds.after_register(self._seed, self._own)
+
+    # --- the loop
+
+    def epochs(self, count: int | None = None) -> Iterator[int]:
+        """Yield the numbers of the epochs, from 0. After a resume they begin with the checkpoint's epoch.
+
+        Args:
+            count: number of epochs; None: without end.
+        """
+        self._begin_loop(_EPOCHS, count)
+        try:
+            for epoch in itertools.count(self._at.epoch) if count is None else range(self._at.epoch, count):
+                self._passes = 0
+                seeds.begin_epoch(self._seed, epoch, self._own)
+                if self._loader is not None:
+                    self._go_to_epoch(self._loader)
+                yield epoch
+                if not self._passes:  # a loop without a loader
+                    self._state.border()
+                self._at = Position(epoch + 1, 0, self._state.updates)
+                self._pause()
+            self._end_loop()
+        finally:
+            self._driver = ""
+
+    def range(self, count: int) -> Iterator[int]:
+        """Yield the numbers of steps, from 0, for a loop without a loader. After a resume they begin with the first
+        one that the checkpoint lacks."""
+        self._begin_loop(_RANGE, count)
+        try:
+            for step in range(self._at.batch, count):
+                self._begin_step(step)
+                yield step
+                self._border(step + 1)
+            self._end_loop()
+        finally:
+            self._driver = ""
+
+    def _begin_loop(self, loop: str, count: int | None) -> None:
+        if not self._is_registered:
+            raise Refused(f"call session.register(model=…, optimizer=…) before {loop}")
+        if count is not None and (not isinstance(count, int) or count < 0):
+            raise Refused(f"{loop.removesuffix(')')}{count!r}): give a whole number of at least 0")
+        if self._driver or self._loop not in ("", loop):
+            raise Refused(f"{loop} beside {self._driver or self._loop}: a session has one loop")
+        self._driver = self._loop = loop
+        self._count, self._is_complete = count, False
+
+    def _go_to_epoch(self, loader: Loader) -> None:
+        """Let the next pass begin where the checkpoint was taken."""
+        at, before, now = self._at, self._facts, loader.facts
+        if before and before != now:
+            if at.batch not in (0, before["batches"]):
+                raise Refused(
+                    f"the checkpoint was taken after batch {at.batch} of an epoch of {before['samples']} samples in "
+                    f"batches of {before['batch_size']}, and the loader has {now['samples']} in batches of "
+                    f"{now['batch_size']}; use the data and batch_size of that run, or a checkpoint between two epochs"
+                )
+            if at.batch:  # the work at the epoch's end comes next
+                self._at = Position(at.epoch, now["batches"], at.updates)
+        self._facts = now
+        loader.go_to(self._at.epoch, self._at.batch)
+
+    def _end_loop(self) -> None:
+        """The loop has reached its end. Several ranks save here, because a script may disconnect them before it
+        ends."""
+        self._is_complete = True
+        if self._place.size > 1:
+            if self._at != self._saved_at:
+                self._save(is_last=True)
+            self._digest = self._state.digest()
+        self._place.beat(heartbeat.EVALUATING, self._state.updates)
+
+    # --- for the loader and the bindings of libraries
+
+    def _begin_pass(self, epoch: int, batch: int) -> None:
+        """A pass over the loader begins with this batch of this epoch."""
+        if self._driver == _EPOCHS:
+            if epoch != self._at.epoch:
+                raise Refused(f"the loader is set to epoch {epoch} in epoch {self._at.epoch}; leave out set_epoch()")
+            if self._passes:
+                raise Refused("the loader was iterated twice in one epoch; session.epochs() counts one pass as one")
+        elif self._driver in ("", _RANGE):
+            raise Refused("iterate over the loader inside: for epoch in session.epochs(…)")
+        self._passes, self._first = self._passes + 1, batch
+        if self._log_samples:
+            self._open_samples(epoch, batch)
+
+    def _begin_step(self, step: int) -> None:
+        """Seed the body of a batch, counted over all epochs from 0, once the batch is fetched."""
+        seeds.before_step(self._seed, step, self._place.rank, self._own)
+
+    def _border(self, batch: int) -> None:
+        """The body of a batch is over, and so many batches of this epoch are done."""
+        if self._driver not in (_EPOCHS, _RANGE):  # a library calls its binding instead
+            return
+        state = self._state
+        state.border()
+        updates = state.updates
+        self._at = Position(self._at.epoch, batch, updates)
+        self._place.beat(heartbeat.TRAINING, updates)
+        faults.here("step")
+        self._pause()
+
+    def _end_pass(self, epoch: int) -> None:
+        """All batches of an epoch are done. Its end work follows, and draws the same after a resume."""
+        if self._driver == _EPOCHS and self._first and not self._state.is_clean:
+            log.warning(
+                "warning: epoch %d ends between two updates; if your loop makes one at the last batch, count batches "
+                "with enumerate(loader, loader.start), because this pass began in the middle", epoch,
+            )  # fmt: skip
+        self._place.beat(heartbeat.EVALUATING, self._state.updates)
+        seeds.after_pass(self._seed, epoch, self._place.rank, self._own)
+
+    def _pause(self) -> None:
+        """Save or stop here if that is due and no gradient is pending."""
+        if not self._state.is_clean:
+            return
+        self._clean_at = self._at
+        due = self._place.due(self._state.updates)
+        if due or self._wants_save:
+            self._save(is_last=due == STOP)
+        if due == STOP:
+            self._place.stop_here(step=self._state.updates, epoch=self._at.epoch + 1)
+
+    def _save(self, *, is_last: bool = False) -> None:
+        """Save a checkpoint of this position. A collective.
+
+        Raises:
+            TrainingFailed: it is the last one and could not be saved.
+        """
+        self._wants_save = False
+        place, state = self._place, self._state
+        problem = place.sync()
+        if self._samples is not None and not self._samples.sync():
+            problem = problem or self._samples.problem
+        if problem := next(filter(None, state.gather(problem)), ""):
+            if is_last:
+                raise TrainingFailed(f"the lines of the last steps could not be written: {problem}")
+            log.warning("warning: no checkpoint, because metrics.jsonl could not be written (%s)", problem)
+        else:
+            values = self.values | ({_FACTS: self._loader.facts} if self._loader is not None else {})
+            if state.save(self._at, values, place.metrics_size(), is_last=is_last, write=self._write):
+                self._saved_at = self._at
+        place.saved(state.updates)  # tried again when the next one is due
+        place.beat(heartbeat.TRAINING, state.updates)
+
+    # --- the samples of each batch
+
+    def _open_samples(self, epoch: int, batch: int) -> None:
+        """Cut this rank's sample log to the batches before this one, and open it."""
+        assert self._loader is not None
+        if self._samples is None:
+            path = metrics.samples_file(self._place.run, self._place.rank)
+            metrics.cut_samples(path, epoch * len(self._loader) + batch)
+            self._samples = Lines(path)
+            self._loader.note = self._note_samples
+
+    def _note_samples(self, step: int, indices: npt.NDArray[np.int64]) -> None:
+        """Write the line of a batch before its body."""
+        assert self._samples is not None
+        self._samples.add(metrics.samples_text(step + 1, indices.tolist()))
+        self._samples.flush()
+
+    # --- in the loop
+
+    def log(self, **figures: Any) -> None:
+        """Append a line with these figures to metrics.jsonl, where `train ls`, `top`, `plot` and `report` find them.
+
+        Args:
+            figures: numbers, or tensors of one value. `loss` and `lr` have their places in the views. Those of rank 0
+                count. A value that is not finite is written as null.
+
+        Raises:
+            Refused: a figure is no number.
+        """
+        if not self._place.is_first:
+            return
+        line: dict[str, Any] = {"step": self._state.updates, "epoch": self._at.epoch + 1}
+        if (total := self._total_steps()) is not None:
+            line["total_steps"] = total
+        for name, value in figures.items():
+            if name in _OF_LINES:
+                raise Refused(f"session.log({name}=…): the session writes {name} itself; choose another name")
+            try:
+                line[name] = value if type(value) in (int, float) else float(value)
+            except (TypeError, ValueError, RuntimeError):
+                raise Refused(f"session.log({name}=…) takes a number, not {type(value).__name__}") from None
+        self._place.log(line)
+
+    def _total_steps(self) -> int | None:
+        """Return the updates of the whole loop; None where they are not known: before the first update, and where
+        updates do not come every so many batches."""
+        at, count, batches = self._clean_at, self._count, len(self._loader) if self._loader is not None else 1
+        if count is None or not at.updates:
+            return None
+        done = at.epoch * batches + at.batch
+        every = done // at.updates
+        return count * batches // every if done == every * at.updates and batches % every == 0 else None
+
+    @property
+    def should_stop(self) -> bool:
+        """Whether the run ends at the next border. The same on all ranks. For work that can be left out then."""
+        return self._place.is_stopping
+
+    def save(self) -> None:
+        """Take a checkpoint at the next border: when this batch's body is over, or after a pass over the loader this
+        epoch's work. Call it on every rank."""
+        self._wants_save = True
+
+    # --- the end
+
+    def finish(self) -> None:
+        """Save, and end the run as finished, with the digest of the registered modules. A clean end of the script does
+        the same.
+
+        Raises:
+            Refused: nothing is registered, or the ranks are connected no more.
+        """
+        if self._is_over:
+            return
+        if not self._is_registered:
+            raise Refused("call session.register(model=…, optimizer=…) before session.finish()")
+        place, state = self._place, self._state
+        digest = self._digest
+        if place.size == 1 or dist.is_initialized():
+            faults.here("digest")
+            self._is_complete = True
+            digest = state.digest()
+            # weights may have changed since the end of the loop; rank 0 has the digest
+            if state.gather(not digest or digest != self._digest)[0]:
+                self._save(is_last=True)
+        elif not self._saved_at or self._saved_at.updates != state.updates:
+            raise Refused("call session.finish() before torch.distributed.destroy_process_group()")
+        faults.here("finish")
+        self._is_over = True
+        figures = {"weights_sha256": digest} if digest else {}
+        place.end(Kind.FINISHED, step=state.updates, epoch=self._epochs_done(), figures=figures)
+        faults.here("finished")
+
+    def _epochs_done(self) -> int:
+        """Return the epoch that the run has ended in, counted from 1."""
+        return self._at.epoch + (self._at.batch > 0) or 1
