@@ -87,6 +87,12 @@ def end_with_parent(parent: int) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
+def adopt_orphans() -> None:
+    """Make this process the parent of descendants whose parent dies (prctl(2), PR_SET_CHILD_SUBREAPER)."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(36, 1)
+
+
 def leave(code: int) -> NoReturn:
     """End this process at once, after flushing its output.
 

@@ -273,14 +273,6 @@ class ScriptHealth(TaskHealth):
         self._figures.close()
         super().close()
 
-    def _kill_all(self, living: list[int]) -> None:
-        """Kill the ranks and all processes they have started: a remaining process would hold the run's lock."""
-        for process in family(living):
-            with contextlib.suppress(psutil.Error):
-                if process.pid not in living:
-                    process.kill()
-        super()._kill_all(living)
-
     def _is_quiet(self, ranks: list[int]) -> str:
         """Return the description of a hang; '' if there is none.
 

@@ -254,6 +254,7 @@ class ScriptRanks(Ranks):
         }  # fmt: skip
         if self.count > 1:  # as torchrun does
             common["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", "1")
+        self._zygote.adopt_orphans()
         for rank_env in self.rank_envs:
             role = {"ROLE_RANK": str(rank_env.rank)}
             self._fork("script_rank", [command], attempt, rank_env, common | role | _of_rank(rank_env), [])
@@ -287,6 +288,7 @@ class ScriptRanks(Ranks):
         has_ended = super().wait()
         if has_ended:
             self._end_store()
+            self._zygote.end_orphans()  # they would keep ports, GPU memory and the lock
         return has_ended
 
 

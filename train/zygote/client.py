@@ -166,6 +166,17 @@ class Zygote:
         with contextlib.suppress(ZygoteLost):
             self._ask({"signal": pid, "number": int(number)})
 
+    def adopt_orphans(self) -> None:
+        """Make processes that ended forks leave behind children of the zygote, so that `end_orphans` finds them."""
+        self._ask({"adopt": True})
+
+    def end_orphans(self) -> None:
+        """Kill the processes that ended forks have left behind, in whatever group or session they are."""
+        with contextlib.suppress(ZygoteLost):
+            self._ask({"end_orphans": True})
+            while self._read_answer(None) is None:
+                pass
+
     def close(self) -> None:
         """End the zygote and all its forks, even if they wait for something."""
         self._line.close()

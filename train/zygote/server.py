@@ -54,6 +54,10 @@ _BLAS = "OPENBLAS_NUM_THREADS"
 """Variable that NumPy's OpenBLAS reads when loaded. Without it OpenBLAS starts one thread per core, in every rank."""
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
 _MOST_FILES = 16
+_ENDING = 2.0
+"""Seconds that killed orphans get to vanish."""
+_TMUX = "tmux: server"
+"""Name of a tmux server's process."""
 _failed: list[str] = []
 """Why torch could not be imported, for example because of a wrong value in a variable."""
 
@@ -166,6 +170,7 @@ class _Server:
         self._line = line
         self._imports: deque[str] = deque()
         self._forks: set[int] = set()
+        self._adopts = False
         self._woken = _wake_on_death()
 
     def serve(self) -> None:
@@ -190,6 +195,12 @@ class _Server:
         elif "signal" in message:
             if message["signal"] in self._forks:
                 os.kill(message["signal"], message["number"])
+        elif "adopt" in message:
+            called("train.signals:adopt_orphans")()
+            self._adopts = True
+        elif "end_orphans" in message:
+            self._end_orphans()
+            send(self._line, {"orphans": "ended"})
         else:
             while message["after"] in self._imports:
                 _import(self._imports.popleft())
@@ -255,24 +266,56 @@ class _Server:
             os._exit(code)
 
     def _reap(self) -> None:
-        """Report ended forks, and kill the remaining processes of their sessions."""
+        """Report ended forks, and kill the remaining processes of their groups."""
         with contextlib.suppress(BlockingIOError):
             os.read(self._woken, 1 << 12)
-        for pid in list(self._forks):
-            if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
-                continue
-            with contextlib.suppress(OSError):
-                os.killpg(pid, signal.SIGKILL)
+        while (pid := _dead_child()) is not None:
+            if pid in self._forks:
+                with contextlib.suppress(OSError):
+                    os.killpg(pid, signal.SIGKILL)
             code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-            self._forks.discard(pid)
-            with contextlib.suppress(OSError):
-                send(self._line, {"ended": pid, "code": code})
+            if pid in self._forks:  # else an orphan
+                self._forks.discard(pid)
+                with contextlib.suppress(OSError):
+                    send(self._line, {"ended": pid, "code": code})
+
+    def _end_orphans(self) -> None:
+        """Kill the processes that ended forks have left behind, in whatever group or session they are.
+
+        A tmux server stays: it holds the runs that a script has launched.
+        """
+        import psutil
+
+        deadline = time.monotonic() + _ENDING
+        while time.monotonic() < deadline:
+            orphans = [one for one in psutil.Process().children() if one.pid not in self._forks]
+            for one in orphans[:]:
+                with contextlib.suppress(psutil.Error):
+                    if one.name() == _TMUX:
+                        orphans.remove(one)
+                    else:
+                        one.kill()
+            if not orphans:
+                return
+            self._reap()
+            time.sleep(0.002)
 
     def end(self) -> None:
-        """Kill all forks."""
+        """Kill all forks, and what they have left behind."""
         for pid in self._forks:
             with contextlib.suppress(OSError):
                 os.killpg(pid, signal.SIGKILL)
+        if self._adopts:
+            self._forks.clear()
+            self._end_orphans()
+
+
+def _dead_child() -> int | None:
+    """Return a child that has ended and was not waited for; None: there is none."""
+    with contextlib.suppress(ChildProcessError):  # no child at all
+        found = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        return None if found is None else found.si_pid
+    return None
 
 
 def _wake_on_death() -> int:

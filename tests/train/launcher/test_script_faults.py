@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.train.conftest import PATIENCE, Station
@@ -151,6 +152,41 @@ def test_stop_and_show_say_what_a_stop_does_to_a_script(station: Station) -> Non
     said = station.ok("stop", "saves").stderr
     assert "ended by itself on SIGTERM, with code 0" in said
     assert done.returncode == 0 and station.record("saves")["state"] == states.STOPPED
+
+
+HELPERS = """
+import subprocess
+kinds = {"session": dict(start_new_session=True), "group": dict(process_group=0), "twice": dict(start_new_session=True)}
+for kind, how in kinds.items():  # "twice": its own parent ends at once
+    code = "import os, sys, time; sys.argv[1] == 'twice' and os.fork() and os._exit(0); time.sleep(1000)"
+    subprocess.Popen([sys.executable, "-c", code, kind, "helper-of", sys.argv[1]], **how)
+subprocess.run(["tmux", "-L", sys.argv[2], "new-session", "-d", "sleep 1000"], check=True)
+print("up", flush=True)
+time.sleep(1000)
+"""
+
+
+def test_whatever_a_script_has_started_ends_with_it_except_a_tmux_server(station: Station) -> None:
+    def helpers(name: str) -> list[int]:
+        lines = {one.pid: one.info["cmdline"] or [] for one in psutil.process_iter(["cmdline"])}
+        return [pid for pid, line in lines.items() if line[-2:] == ["helper-of", name]]
+
+    write(station, HELPERS)
+    servers = [f"helper-{os.getpid()}-{name}" for name in "ab"]
+    for name, server in zip("ab", servers, strict=True):
+        station.ok("launch", "--script", "script.py", "--name", name, "--", name, server)
+    for name in "ab":
+        station.wait(name, lambda _, name=name: "up" in station.logs(name), "its start")  # type: ignore[misc]
+        station.wait(name, lambda _, name=name: len(helpers(name)) == 3, "its helpers")  # type: ignore[misc]
+    os.kill(station.record("b")["pids"]["agent"], signal.SIGKILL)
+    station.ok("stop", "a", "--now")
+    assert not helpers("a")
+    deadline = time.monotonic() + PATIENCE
+    while helpers("b") and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not helpers("b") and station.run("b").state() == states.INTERRUPTED
+    for server in servers:  # it may hold the runs that a script has launched
+        subprocess.run(["tmux", "-L", server, "kill-server"], check=True)
 
 
 @pytest.mark.never_forgiven
