@@ -30,6 +30,11 @@ def _running(module: str) -> Any:
     return None
 
 
+def __dir__() -> list[str]:
+    """Return the names that a prompt completes."""
+    return sorted([*globals(), *_FOR_TASKS, *_FOR_PYTHON])
+
+
 def __getattr__(name: str) -> Any:
     if name in _FOR_TASKS:
         return getattr(_running(_FOR_TASKS[name]) or importlib.import_module(_FOR_TASKS[name], __name__), name)

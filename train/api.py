@@ -10,6 +10,7 @@ the command line refuses, in the same words. Imports no torch until a model is a
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import io
 import json
@@ -75,6 +76,8 @@ def launch(
     Raises:
         Refused: the request is wrong; nothing was created.
     """
+    if task is None and not isinstance(options.get("task", {}), Mapping):
+        task = options.pop("task")
     words = [] if task is None else [_task(task)]
     asked = _options("launch", words, {"script": script, "runs": runs, **options}, arguments)
     folder, name = cli.carry_out("launch", asked, "start")
@@ -114,12 +117,13 @@ def runs(*names: str, state: str | Sequence[str] | None = None, runs: str | Path
     return [Run(folder, record["name"]) for record in records]
 
 
+@dataclasses.dataclass(frozen=True, repr=False)
 class Run:
     """A run, as `launch`, `find` and `runs` return it."""
 
-    def __init__(self, runs: Path, name: str) -> None:
-        self._runs = runs
-        self.name = name
+    runs: Path
+    """The folder of the runs."""
+    name: str
 
     def __repr__(self) -> str:
         try:
@@ -136,12 +140,6 @@ class Run:
             return cell.html(self._run(), self._record())
         except (Refused, OSError) as error:
             return cell.line(str(error))
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Run) and (self._runs, self.name) == (other._runs, other.name)
-
-    def __hash__(self) -> int:
-        return hash((self._runs, self.name))
 
     # --- how it stands
 
@@ -160,7 +158,7 @@ class Run:
     @property
     def folder(self) -> Path:
         """The run folder."""
-        return self._runs / self.name
+        return self.runs / self.name
 
     @property
     @_refusing
@@ -193,8 +191,8 @@ class Run:
         """
         from .commands import logs
 
-        given = _options("logs", [self.name], {"runs": self._runs, "rank": rank, "attempt": attempt})
-        return _Text(logs.text(given, self._runs))
+        given = _options("logs", [self.name], {"runs": self.runs, "rank": rank, "attempt": attempt})
+        return _Text(logs.text(given, self.runs))
 
     @_refusing
     def show(self) -> None:
@@ -228,7 +226,8 @@ class Run:
         """
         from .views import cell, follow
 
-        run, record = self._run(), self._record()
+        record = self._record()
+        run = self._run() if jobs.is_submitted(record) else self._run().held()  # it may be renamed meanwhile
         view = cell.Cell(run) if cell.is_notebook() else follow.view_of(run, record)
         try:
             return follow.watch(run, record, view, timeout=timeout)["state"]
@@ -267,8 +266,8 @@ class Run:
             arguments: Other arguments for a script.
             options: Flags of `train fork`: name="second", checkpoint="best", optim={"lr": 0.01}.
         """
-        asked = _options("fork", [self.name], {"runs": self._runs, **options}, arguments)
-        return Run(self._runs, cli.carry_out("fork", asked, "start"))
+        asked = _options("fork", [self.name], {"runs": self.runs, **options}, arguments)
+        return Run(self.runs, cli.carry_out("fork", asked, "start"))
 
     # --- use it
 
@@ -283,7 +282,7 @@ class Run:
         """
         from .trainer import predict
 
-        return predict.model_of(self._run(), self._step(checkpoint, "export"), device=device, weights=weights)
+        return predict.model_of(self._run(), self._step(checkpoint, "model"), device=device, weights=weights)
 
     @_refusing
     def predict(
@@ -301,32 +300,34 @@ class Run:
         """
         from .trainer import predict
 
-        step = self._step(checkpoint, "eval")
+        step = self._step(checkpoint, "model")
         return predict.predictions(self._run(), step, dataset, device=device, batch_size=batch_size)
 
     @_refusing
-    def state_dict(self, name: str = "model", checkpoint: int | str | None = None) -> dict[str, Tensor]:
+    def state_dict(self, name: str = "", checkpoint: int | str | None = None) -> dict[str, Tensor]:
         """Return the saved weights, on the CPU, without executing the run's code.
 
         Args:
-            name: The model. A script's session registered it under this name.
+            name: The name under which a script's session registered the model. Default: model, or the only one.
             checkpoint: Step of a checkpoint, or "best". Default: the newest one.
         """
-        from .trainer import predict
+        from .checkpoint import registered
+        from .run import owner
 
-        return predict.state_of(self._run(), self._step(checkpoint, "export"), name)
+        step = self._step(checkpoint, "export")
+        return registered.state_dict(owner.opened(self._run()), name, step)[1]
 
     # --- inside
 
     def _run(self) -> run_folder.Run:
-        return folders.find(self._runs, self.name)
+        return folders.find(self.runs, self.name)
 
     def _record(self) -> Record:
         return jobs.status(self._run(), screen.remark)
 
     def _command(self, command: str, function: str = "run", **options: Any) -> Any:
         """Call a function of a command with this run."""
-        return cli.carry_out(command, _options(command, [self.name], {"runs": self._runs, **options}), function)
+        return cli.carry_out(command, _options(command, [self.name], {"runs": self.runs, **options}), function)
 
     def _step(self, checkpoint: int | str | None, use: str) -> int | None:
         """Return the step that `checkpoint` means; None: the newest one. Refuses a run that cannot be used so."""

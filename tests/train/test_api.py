@@ -60,7 +60,8 @@ def test_keywords_become_the_flags_of_the_command_line() -> None:
 
 
 def test_a_script_gets_its_arguments_and_a_task_may_be_a_module() -> None:
-    said = words(script=Path("a.py"), arguments=["--lr", 0.1, "--name", "-x"])
+    said = words(script=Path("a.py"), arguments=["--lr", 0.1, "--name", "-x"], on_restart="--resume {run}/a")
+    assert said["on_restart"] == "--resume {run}/a"
     assert (said["script"], said["arguments"], said["task"]) == ("a.py", ["--lr", "0.1", "--name", "-x"], None)
     module = types.ModuleType("mine")
     module.__file__ = "/somewhere/mine.py"
@@ -76,6 +77,7 @@ WRONG: dict[str, tuple[Callable[[Path], Any], tuple[str, ...]]] = {
     "name": (lambda runs: train.find("absent", runs=runs), ("show", "absent")),
     "near": (lambda runs: train.find("don", runs=runs), ("show", "don")),
     "task": (lambda runs: train.launch("digts", runs=runs), ("launch", "digts")),
+    "keyword": (lambda runs: train.launch(task="digts", runs=runs), ("launch", "digts")),
     "file": (lambda runs: train.launch("./absent.py", runs=runs), ("launch", "./absent.py")),
     "script": (lambda runs: train.launch(script="absent.py", runs=runs), ("launch", "--script", "absent.py")),
     "both": (lambda runs: train.launch(runs=runs), ("launch",)),
@@ -106,7 +108,10 @@ WRONG: dict[str, tuple[Callable[[Path], Any], tuple[str, ...]]] = {
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_a_wrong_request_is_one_exception_with_the_line_of_the_command_line(case: str, finished: Station) -> None:
+def test_a_wrong_request_is_one_exception_with_the_line_of_the_command_line(
+    case: str, finished: Station, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(finished.folder)
     call, typed = WRONG[case]
     before = sorted(finished.runs.iterdir())
     with pytest.raises(Refused) as caught:
@@ -132,7 +137,7 @@ def test_only_python_refuses(finished: Station) -> None:
         (lambda: run.predict([]), "the data set has no samples to predict"),
         (lambda: run.predict([0], batch_size=0), "batch_size=0: give a number of samples, at least 1"),
         (lambda: run.predict(["a"]), r"predict\(\) failed: "),
-        (lambda: run.state_dict("generator"), "done has no 'generator'"),
+        (lambda: run.state_dict("generator"), "done has registered no module generator; choose one: model"),
     ):
         with pytest.raises(Refused, match=line):
             call()
@@ -159,7 +164,11 @@ def test_a_run_shows_what_the_command_line_shows(finished: Station, capsys: pyte
 def test_a_run_is_html_without_scripts(finished: Station, tmp_path: Path) -> None:
     run = train.find("done", runs=finished.runs)
     html = run._repr_html_()
-    assert all(part in html for part in ("<b>done</b>", "finished", "step 46 of 46", "accuracy 0.9", "<polyline"))
+    assert all(
+        part in html
+        for part in ("<b>done</b>", "finished", "step 46 of 46", "eval loss 0.", "accuracy 0.9", "<polyline")
+    )
+    assert {"launch", "find", "runs", "Refused"} <= {*dir(train)}
     hostile = tmp_path / "runs" / "<script>x"
     hostile.mkdir(parents=True)
     record = run.record | {"state": "failed", "reason": "<img src=x onerror=alert(1)>", "metrics": {"<b>": 1.0}}
@@ -229,28 +238,22 @@ import os, sys, threading
 import trainstation as ts
 assert "torch" not in sys.modules and "train" not in sys.modules
 
-settings = dict(epochs=2, batch_size=8, cpu_threads=1, log={"tensorboard": False})
-runs, errors = [], []
+runs, refusals = [], []
 
-def start(name):
+def start(*given, **options):
     try:
-        runs.append(ts.launch(f"{name}/task.py", name=name if name != "c" else None, **settings))
-    except ts.Refused as error:
-        errors.append(error)
-
-def refused():
-    try:
-        ts.launch("digits", nproc=0)      # the agent inside tmux refuses it
+        runs.append(ts.launch(*given, **options))
     except ts.Refused as error:
         refusals.append(str(error))
 
-refusals = []
-threads = [threading.Thread(target=refused)]
-threads += [threading.Thread(target=start, args=(name,)) for name in ("a", "b", "c", "c")]
+small = dict(epochs=2, batch_size=8, cpu_threads=1, log={"tensorboard": False})
+threads = [threading.Thread(target=start, args=(f"{name}/task.py",), kwargs=dict(name=name, **small)) for name in "ab"]
+for more in ({}, {}, {"nproc": 0}):   # without a name; the agent inside tmux refuses the third
+    threads.append(threading.Thread(target=start, kwargs=dict(script="echo.py", arguments=["hello", 3], **more)))
 for thread in threads: thread.start()
 for thread in threads: thread.join()
-assert refusals and refusals[0].startswith("--nproc 0: "), refusals
-assert not errors and len({run.name for run in runs}) == 4, (errors, runs)
+assert len({run.name for run in runs}) == 4, (runs, refusals)
+assert [text.partition(":")[0] for text in refusals] == ["--nproc 0"], refusals
 assert [run.wait() for run in runs] == ["finished"] * 4, runs
 assert "torch" not in sys.modules
 assert len(ts.runs(state="finished")) == 4
@@ -267,15 +270,26 @@ assert found["words"] == ["0", "1", "2", "3", "4"] and found["twice"].flatten().
 second = ts.find("a").fork(name="second", epochs=3, optim={"lr": 0.01})
 assert second.wait() == "finished" and second.record["forked_from"]["run"] == "a"
 assert second.resume() is second      # finished already: a line, and nothing is done
+
+script = ts.runs("echo-*")[0]
+assert script.logs() == "hello 3\\n", script.logs()
+for use in (script.model, script.state_dict):
+    try:
+        use()
+    except ts.Refused as error:
+        refusals.append(str(error))
+assert refusals[1] == f"{script.name} runs a script, whose model only its own code can build", refusals
+assert refusals[2].startswith(f"{script.name} runs a script, whose checkpoints are not known here"), refusals
 print("ok", os.path.basename(os.getcwd()))
 """
 
 
 def test_a_program_starts_runs_side_by_side_and_uses_what_they_learned(station: Station) -> None:
-    for name in ("a", "b", "c", "mine"):
+    for name in ("a", "b", "mine"):
         (station.folder / name).mkdir()
         (station.folder / name / "task.py").write_text(TASK)
         (station.folder / name / "helper.py").write_text(HELPER.format(kind=name))
+    (station.folder / "echo.py").write_text("import sys\nprint(*sys.argv[1:])\n")
     out, err = python(station, PROGRAM)
     assert out.startswith("ok ") and "Traceback" not in err
     assert "second has already finished" in err

@@ -1,4 +1,4 @@
-"""Reads the modules that a session has registered from its checkpoints, without the code of its script."""
+"""Reads the weights in checkpoints without the code that wrote them: a task's model, or what a session registered."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ MODEL = "model"
 
 
 def state_dict(run: Run, name: str = "", step: int | None = None) -> tuple[int, dict[str, Tensor]]:
-    """Return a step and the tensors of a module that a session has registered, on the CPU.
+    """Return a step and the tensors of a task's model, or of a module that a session has registered, on the CPU.
 
     Args:
-        name: under which it is registered; '': the one called model, or the only one.
+        name: under which it is registered (a task's is called model); '': the one called model, or the only one.
         step: of the checkpoint; None: the newest whole one.
 
     Raises:
@@ -35,7 +35,7 @@ def state_dict(run: Run, name: str = "", step: int | None = None) -> tuple[int, 
             log.warning("warning: %s", line)
         if not manifest:
             raise Refused(f"{run.name} has no usable checkpoint yet; see: train show {run.name}")
-    names = manifest.get("session", {}).get("modules", [])
+    names = manifest.get("session", {"modules": [MODEL]}).get("modules", [])
     if not names:
         raise Refused(f"{run.name} has registered no model: session.register(model=…)")
     wanted = name or (MODEL if MODEL in names or len(names) > 1 else names[0])

@@ -46,9 +46,11 @@ class LogTail:
         self._put(left + b"\n" if left and not left.endswith(b"\n") else left)
 
     def _put(self, text: bytes) -> None:
-        if text:
+        if text and hasattr(self._stream, "buffer"):
             self._stream.buffer.write(text)
             self._stream.buffer.flush()
+        elif text:  # Python has put a text in the place of the stream
+            self._stream.write(text.decode(errors="replace"))
 
 
 class LiveView:

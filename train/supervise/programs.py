@@ -306,6 +306,7 @@ class Script(Program):
 
     name, default_restarts, shows_log, unseen = specs.SCRIPT, None, True, "running"
     lacks: ClassVar = {
+        "model": "whose model only its own code can build",
         "archive": "whose files lie outside the run folder; copy them by hand",
         "fork": "whose checkpoints are not known here; start it with: train launch",
         "eval": "whose checkpoints are not known here; evaluate them with the script",
@@ -436,7 +437,10 @@ class Script(Program):
 class Session(Script):
     """A script that has opened a session: it reports steps and ends like a task, and continues from its checkpoints."""
 
-    lacks: ClassVar = {"eval": "which evaluates by itself; see its figures: train show"}
+    lacks: ClassVar = {
+        "eval": "which evaluates by itself; see its figures: train show",
+        "model": "whose model only its own code can build; take its weights: run.state_dict('model')",
+    }
 
     def export(self, run: Run, spec: Spec, target: Path, *, step: int | None, which: str) -> int:
         from ..trainer.export import export_registered

@@ -1,4 +1,4 @@
-"""A trained model in another program, such as a notebook: the model, its predictions for a data set, its weights.
+"""A trained model in another program, such as a notebook, and its predictions for a data set.
 
 The run's code is executed in that program. Afterwards its folder, generators, modules and places to import from are as
 they were before.
@@ -12,20 +12,17 @@ import os
 import random
 import sys
 import threading
-import warnings
 import zipfile
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ..build import objects
 from ..build.determinism import lay_out
 from ..build.loss import kind_of
-from ..checkpoint.load import weights_in
-from ..checkpoint.manifest import newest_valid, verified
 from ..config import Config
 from ..data.fetch import fetcher
 from ..data.order import seed_of
@@ -60,7 +57,7 @@ def model_of(run: Run, step: int | None, *, device: str, weights: str) -> nn.Mod
     place, spec = _device(device), read_spec(run)
     if weights not in ("model", "ema"):
         raise Refused(f"weights={weights!r}: give 'model', or 'ema' for the average that ema.decay keeps")
-    with _visited(run, spec):
+    with _visited(run, spec, place):
         task, config, model, _, averaged = load_trained(run, spec, step)
         if weights == "ema" and not averaged:
             raise Refused(
@@ -87,35 +84,13 @@ def predictions(run: Run, step: int | None, dataset: Any, *, device: str, batch_
         raise Refused(f"batch_size={batch_size!r}: give a number of samples, at least 1")
     if not len(dataset):
         raise Refused("the data set has no samples to predict")
-    with _visited(run, spec):
+    with _visited(run, spec, place):
         task, config, model, _, _ = load_trained(run, spec, step)
         size = batch_size or config.micro_batch_size
         assert isinstance(size, int)
         inference = _ready(task, config, model, place)
         with objects.refusing(task, "predict()"), torch.no_grad():
             return _pass(task, config, inference, dataset, device=place, size=size)
-
-
-def state_of(run: Run, step: int | None, name: str) -> dict[str, Tensor]:
-    """Return the weights in a checkpoint, on the CPU. Executes no code of the run.
-
-    Raises:
-        Refused: there is no such checkpoint, or no model of this name.
-    """
-    run = owner.opened(run)
-    if step is None:
-        step = newest_valid(run)[0]
-        if not step:
-            raise Refused(f"{run.name} has no usable checkpoint yet; see: train show {run.name}")
-    else:
-        verified(run, step)
-    if name != "model":
-        raise Refused(f"{run.name} has no {name!r}; a task has one model: state_dict('model')")
-    try:
-        with _quiet():
-            return weights_in(run.checkpoint(step))
-    except ValueError as error:
-        raise Refused(f"{run.name}: {error}") from None
 
 
 def _ready(task: Task, config: Config, model: nn.Module, device: torch.device) -> nn.Module:
@@ -137,7 +112,6 @@ def _pass(
     made = Predictions(task, World(0, size=1, local_rank=0, device=device), what)
     precision = Precision(precision_on(device, config), device)
     fetch, own = fetcher(dataset, task.collate), owned(model, task.predict)
-    kind: type | None = dict
     for number, begin in enumerate(range(0, len(dataset), size)):
         indices = np.arange(begin, min(begin + size, len(dataset)))
         seed = seed_of(config.seed, "predict", number)
@@ -150,32 +124,23 @@ def _pass(
             if task.predict is not None:
                 found = task.predict(model, batch)
             else:
-                found, kind = _named(model(batch[0] if isinstance(batch, (tuple, list)) else batch))
-        made.add(number, found, len(indices))
+                found = model(batch[0] if isinstance(batch, (tuple, list)) else batch)
+        # a tensor alone has no name, like a list
+        made.add(number, found if isinstance(found, (dict, list)) else {"": found}, len(indices))
     made.collect()
     whole = made.joined()
-    if kind is None or (task.predict is not None and list(whole) == [""]):
-        return whole[""]
-    return tuple(whole.values()) if kind is tuple else whole
-
-
-def _named(found: Any) -> tuple[Any, type | None]:
-    """Return the output of a model as a dict, and what it was: dict, tuple, or None for one value."""
-    if isinstance(found, dict):
-        return dict(found), dict
-    if isinstance(found, tuple):
-        return {f"output {number}": value for number, value in enumerate(found)}, tuple
-    return {"": found}, None
+    return whole.get("", whole)
 
 
 @contextlib.contextmanager
-def _visited(run: Run, spec: Spec) -> Iterator[None]:
+def _visited(run: Run, spec: Spec, device: torch.device) -> Iterator[None]:
     """Context manager in which this process may execute the code of a run. Restores the process on exit."""
+    seeded = [device] if device.type == "cuda" else []
     own = set()
     if (run.folder / imports.MODULES).is_file():
         with zipfile.ZipFile(io.BytesIO(owner.read(owner.opened(run), imports.MODULES))) as kept:
             own = {imports.top(name) for name in kept.namelist()}
-    with _visiting, _quiet(), torch.random.fork_rng(devices=[]):
+    with _visiting, torch.random.fork_rng(devices=seeded):
         generators = random.getstate(), np.random.get_state()
         before = os.getcwd(), os.environ.get(_RUN_DIR), [*sys.path], [*sys.meta_path]
         hidden = _taken(own)  # the user's own, or another run's
@@ -192,14 +157,6 @@ def _visited(run: Run, spec: Spec) -> Iterator[None]:
                 os.environ[_RUN_DIR] = run_dir
             random.setstate(generators[0])
             np.random.set_state(generators[1])
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Context manager without torch's warning that one process alone reads a checkpoint."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is disabled")
-        yield
 
 
 def _taken(tops: set[str]) -> dict[str, Any]:

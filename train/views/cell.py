@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Iterable
 from html import escape
 from typing import Any
 
@@ -72,12 +73,12 @@ def line(text: str) -> str:
     return f'<div style="font-size: 13px">{escape(text)}</div>'
 
 
-def html(run: Run, record: Record, lines: list[str] | None = None) -> str:
+def html(run: Run, record: Record, more: Iterable[str] = ()) -> str:
     """Return a run as HTML: nothing in it is a script, and all text is escaped.
 
     Args:
         record: run.json with the effective state, up to date.
-        lines: to show below.
+        more: lines to show below.
     """
     state, step, total = record["state"], record["step"], record.get("total_steps")
     colour = _COLOURS.get(state, _OTHER_COLOUR)
@@ -88,25 +89,26 @@ def html(run: Run, record: Record, lines: list[str] | None = None) -> str:
         parts.append(f"step {step}")
     left = _left(record)
     parts += [f"{duration(left)} left"] if left is not None else []
-    parts += [escape(text) for text in _figures(record)]
+    lines = metrics.sampled(run)
+    parts += [escape(f"{name} {figure(value)}") for name, value in _figures(lines, record) if value is not None]
     rows = [" &nbsp; ".join(parts)]
     if total:
         share = min(max(step / total, 0.0), 1.0)
         bar = f'<div style="width: {share:.2%}; height: 100%; background: {colour}"></div>'
         track = "height: 6px; max-width: 520px; background: rgba(128, 128, 128, 0.25); margin: 5px 0"
         rows.append(f'<div style="{track}">{bar}</div>')
-    rows.append(_curve(_losses(run)))
-    small = [record.get("reason") or "", *(lines or ()), next_command(record)]
+    rows.append(_curve(_losses(lines)))
+    small = [record.get("reason") or "", *more, next_command(record)]
     rows += [f'<div style="opacity: 0.75; font-size: 12px">{escape(text)}</div>' for text in small if text]
     return f'<div style="font-size: 13px; line-height: 1.5">{"".join(row for row in rows if row)}</div>'
 
 
-def _figures(record: Record) -> list[str]:
-    """Return the last loss, and the figures of the last evaluation or of a script."""
-    found: dict[str, Any] = {"loss": record.get("loss")} if record.get("loss") is not None else {}
-    more = {**(record.get("metrics") or {}), **(record.get("last_figures") or {})}
-    found |= {name: value for name, value in more.items() if name not in found}
-    return [f"{name} {figure(value)}" for name, value in list(found.items())[:8] if value is not None]
+def _figures(lines: list[metrics.Line], record: Record) -> list[tuple[str, float | None]]:
+    """Return the last loss of training, the figures of the last evaluation and those of a script, by name."""
+    last = next((line["eval"] for line in reversed(lines) if metrics.is_evaluation(line)), record.get("metrics") or {})
+    evaluated = [(f"eval {name}" if name == "loss" else name, value) for name, value in last.items()]
+    own = [(name, value) for name, value in (record.get("last_figures") or {}).items() if name != "loss"]
+    return [("loss", record.get("loss")), *evaluated[:8], *own[:8]]
 
 
 def _left(record: Record) -> float | None:
@@ -119,13 +121,11 @@ def _left(record: Record) -> float | None:
     return (time.time() - ready) / made * (total - record["step"]) if made > 0 else None
 
 
-def _losses(run: Run) -> list[tuple[int, float]]:
-    """Return the steps and losses of the training lines, thinned."""
-    lines = metrics.sampled(run)
+def _losses(lines: list[metrics.Line]) -> list[tuple[int, float]]:
+    """Return the steps and losses of the training lines, thinned, the last one always among them."""
     found = [(line["step"], line.get("loss")) for line in lines if not metrics.is_evaluation(line)]
     known = [(step, loss) for step, loss in found if loss is not None]
-    stride = -(-len(known) // _POINTS) or 1
-    return known[::stride] + (known[-1:] if len(known) % stride != 1 and stride > 1 else [])
+    return known[:: -(-len(known) // _POINTS) or 1] + known[-1:]
 
 
 def _curve(points: list[tuple[int, float]]) -> str:
