@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
 from tests.waiting import eventually
-from train.data.to_device import ahead, pinned
+from train.data.to_device import ahead, mapped, pinned
 
 
 def test_the_order_is_kept_and_the_thread_begins_before_it() -> None:
@@ -104,6 +104,7 @@ def test_a_batch_is_of_the_same_kinds_as_without_pinning(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(torch.Tensor, "pin_memory", pin)
     points = torch.ones(2)
+    assert mapped(collections.Counter("aab"), lambda one: one) == {"a": 2, "b": 1}
     counted = collections.defaultdict(list, {"a": [points, (points,)]})
     batch = (
         points, (points, [points, (1, "x", None)]), Pair(points, (points,)), counted, range(3), np.zeros(2), Own(),

@@ -12,6 +12,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.train.sessions.ranks import loop, ranks, where
@@ -241,8 +243,15 @@ class Net(nn.Module):
         return self.layers(points)
 
 
-def _train(rank: int, folder: Path, size: int, kill_at: int, broadcasts: bool) -> Any:
-    model = DistributedDataParallel(Net(), broadcast_buffers=broadcasts)
+def _train(rank: int, folder: Path, size: int, kill_at: int, strategy: str) -> Any:
+    model: nn.Module
+    if strategy == "fsdp":
+        model = net = Net()
+        for module in (*(one for one in net.layers if isinstance(one, nn.Linear)), net):
+            fully_shard(module, mesh=init_device_mesh("cpu", (size,)))
+    else:
+        net = Net()
+        model = DistributedDataParallel(net, broadcast_buffers=False)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     state = State(where(folder, rank, size))
     state.register(model=model, optimizer=optimizer)
@@ -255,21 +264,23 @@ def _train(rank: int, folder: Path, size: int, kill_at: int, broadcasts: bool) -
 
     for _ in loop(state, step, 9, every=3, kill_at=kill_at if rank == size - 1 else 0):
         pass
-    assert set(model.module.state_dict()) == set(Net().state_dict())
-    return state.digest(), model.module.layers[1].running_var.tolist()
+    assert set(net.state_dict()) == set(Net().state_dict())
+    norm = net.layers[1]
+    assert isinstance(norm, nn.BatchNorm1d) and norm.running_var is not None
+    return state.digest(), norm.running_var.tolist()
 
 
-@pytest.mark.parametrize("size", [1, 3])
-def test_a_killed_rank_changes_neither_weights_nor_statistics_of_any_rank(tmp_path: Path, size: int) -> None:
-    """On three ranks only if the buckets are laid out before the first step, and each rank's statistics are kept."""
-    whole = ranks(size, _train, tmp_path / "whole", size, 0, False)
-    assert len(whole[0][0]) == 64
-    assert ranks(size, _train, tmp_path / "killed", size, 5, False)[-1] == "exit -9"
-    assert ranks(size, _train, tmp_path / "killed", size, 0, False) == whole
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_a_killed_rank_changes_neither_weights_nor_statistics_of_any_rank(tmp_path: Path, strategy: str) -> None:
+    """With ddp on three ranks only if buckets are laid out before the first step; and statistics are saved by rank."""
+    whole = ranks(3, _train, tmp_path / "whole", 3, 0, strategy)
+    assert len(whole[0][0]) == 64, whole
+    assert ranks(3, _train, tmp_path / "killed", 3, 5, strategy)[-1] == "exit -9"
+    assert ranks(3, _train, tmp_path / "killed", 3, 0, strategy) == whole
 
 
 def test_other_ranks_take_what_is_rank_0s(tmp_path: Path, caplog: Any) -> None:
-    ranks(2, _train, tmp_path / "run", 2, 0, False)
+    ranks(2, _train, tmp_path / "run", 2, 0, "ddp")
     caplog.set_level(logging.WARNING)
     model = Net()
     saved = opened(tmp_path / "run", model=model, optimizer=torch.optim.AdamW(model.parameters())).load()
