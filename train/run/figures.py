@@ -218,7 +218,9 @@ def _named(line: Line) -> Line:
     """
     named = dict(line)
     for tag in line:
-        words = [word for word in re.split(r"[^a-z0-9]+", tag.lower()) if word and word not in _ABOUT]
+        words = [word for word in re.split(r"[^a-z0-9]+", tag.lower()) if word]
+        for word in _ABOUT & {*words}:  # once: train/train_loss of Hugging Face is the mean of the whole training
+            words.remove(word)
         usual = "lr" if words[:1] == ["lr"] else _MEANS.get(tuple(words))
         if usual is not None and usual not in named:
             named[usual] = named.pop(tag)

@@ -334,7 +334,7 @@ class Tail:
 
     def __init__(self, run: Run) -> None:
         self._path = run.metrics
-        self.at = self._path.stat().st_size if self._path.exists() else 0
+        self.at = self._size = self._path.stat().st_size if self._path.exists() else 0
         """Number of bytes that were read."""
         self.rejected = b""
         """The last line that could not be read; b"": none."""
@@ -342,9 +342,9 @@ class Tail:
     def new(self) -> list[Line]:
         """Return the complete lines that are new since the last call."""
         try:
-            if (size := self._path.stat().st_size) == self.at:
+            if (size := self._path.stat().st_size) == self._size:
                 return []
-            self.at = min(self.at, size)  # cut by a resume
+            self._size, self.at = size, min(self.at, size)  # smaller: cut by a resume
             with durable.open_regular(self._path) as file:
                 file.seek(self.at)
                 text = file.read()

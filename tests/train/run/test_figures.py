@@ -91,6 +91,8 @@ def test_scalars_of_the_writers_of_several_libraries_get_the_usual_names(tmp_pat
     assert reader.problem == ""
     write(4, loss=0.25, eval__loss=0.75)
     assert [*reader.lines(False)] == [{"step": 4, "wall_time": 104.0, "loss": 0.25, "eval/loss": 0.75}]
+    write(5, train__train_loss=0.5)  # Hugging Face, of the whole training
+    assert [*reader.lines(False)] == [{"step": 5, "wall_time": 105.0, "train/train_loss": 0.5}]
     writer.close()
     next((tmp_path / "runs" / "version_0").iterdir()).write_bytes(b"rubbish" * 100)
     assert [*reader.lines(True)] == []
