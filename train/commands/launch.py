@@ -9,7 +9,18 @@ from typing import TYPE_CHECKING, Any
 from .. import screen
 from ..errors import EXIT_FINISHED, Refused
 from .completion_values import words
-from .options import add_nodes, add_on_restart, add_ranks, add_task, check_now, follow, nodes_of, request_of, warn
+from .options import (
+    add_figures,
+    add_nodes,
+    add_on_restart,
+    add_ranks,
+    add_task,
+    check_now,
+    follow,
+    nodes_of,
+    request_of,
+    warn,
+)
 from .parser import Parser, number
 
 if TYPE_CHECKING:
@@ -40,11 +51,7 @@ def add_arguments(parser: Parser) -> None:
     add("--script", metavar="FILE", help="Start this torchrun program instead of a TASK.")
     add("--module", metavar="NAME", help="Start this module like python -m, instead of a TASK.")
     add_on_restart(parser)
-    text = (
-        "Read the figures of a --script from its output, by a regular expression with the group step and others, or "
-        "from files: tensorboard:PATH. May be given several times."
-    )
-    add("--figures", metavar="REGEX", action="append", help=text)
+    add_figures(parser)
     text = "Arguments of the --script or --module. {run} in them is replaced by the run folder."
     add("arguments", nargs="*", metavar="-- ARGS", help=text, offer=words())
     parser.rest = ("script", "module")

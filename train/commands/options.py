@@ -98,6 +98,15 @@ def add_on_restart(parser: Parser) -> None:
     parser.verbatim.add("--on-restart")
 
 
+def add_figures(parser: Parser) -> None:
+    """Add where the figures of a script are read from."""
+    text = (
+        "Read the figures of a script from its output, by a regular expression with the group step and others, or "
+        "from files: tensorboard:PATH. May be given several times."
+    )
+    parser.add_argument("--figures", metavar="REGEX", action="append", help=text)
+
+
 def add_nodes(parser: Parser) -> None:
     """Add the options of a run on several machines."""
     add = functools.partial(parser.add_argument, section="several machines (run the command on each)")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from .. import screen
 from ..errors import EXIT_FINISHED, EXIT_REFUSED, Refused
-from .options import add_name, add_nodes, add_on_restart, add_ranks, follow, nodes_of, warn
+from .options import add_figures, add_name, add_nodes, add_on_restart, add_ranks, follow, nodes_of, warn
 from .parser import Parser, number
 
 EXAMPLES = {
@@ -27,6 +27,7 @@ def add_arguments(parser: Parser) -> None:
     add_ranks(parser)
     add_nodes(parser)
     add_on_restart(parser)
+    add_figures(parser)
     add_name(parser, nargs="?")
     text = "Every run started here that was interrupted, or that a signal or the keeper stopped."
     add("--all", action="store_true", help=text)
@@ -40,7 +41,8 @@ def run(options: Namespace, runs: Path) -> int:
     number("max-restarts", options.max_restarts)
     if (options.name is None) == (not options.all):
         raise Refused("give the NAME of a run, or --all; train ls lists the runs")
-    if options.all and (options.follow or options.flags or options.nnodes or options.on_restart is not None):
+    of_one = (options.flags, options.nnodes, options.figures, options.on_restart is not None)
+    if options.all and (options.follow or any(of_one)):
         raise Refused("--all takes neither --follow nor fields; resume each run by its name: train resume NAME")
     if not options.all:
         begun = start(options, runs)
@@ -100,7 +102,7 @@ def start(options: Namespace, runs: Path) -> Path | None:
     launch = Resume(
         runs=str(runs), name=name, flags=options.flags, nproc=options.nproc, gpus=options.gpus, cluster=cluster,
         max_restarts=number("max-restarts", options.max_restarts), keep_env=options.keep_env or [],
-        on_restart=options.on_restart,
+        on_restart=options.on_restart, figures=options.figures,
     )  # fmt: skip
     warn(launch.start())
     return runs

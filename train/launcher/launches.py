@@ -191,16 +191,19 @@ class Resume(_Launch):
     Args:
         flags: Maps config fields that change to their values, as text. For a script: its `watch.*` fields.
         on_restart: For a script: its new arguments for restarts, as in `NewScript`; None: they stay.
+        figures: For a script: where its figures are read from, as in `NewScript`; None: as before.
         cluster: The fields of nodes.Settings. None keeps the machines, {} uses only this one.
         by_keeper: Whether the keeper resumes the run. Then whether it should is checked again with the lock held.
     """
 
     flags: dict[str, str] = dataclasses.field(default_factory=dict)
     on_restart: str | None = None
+    figures: list[str] | None = None
     cluster: dict[str, Any] | None = None
     by_keeper: bool = False
 
     def check(self) -> Plan:
+        from ..run import figures
         from . import script
         from .ranks_and_gpus import choose_again
 
@@ -208,9 +211,14 @@ class Resume(_Launch):
         ranks, visible = choose_again(run, record, nproc=self.nproc, gpus=self.gpus, now=self.visible)
         if isinstance(programs.of_record(record), programs.Script):
             fields, warnings = script.check_again(run, self.flags, self.on_restart)
+            if self.figures is not None:
+                figures.check(self.figures)
+                fields["figures"] = self.figures
             return Plan(files={}, record=fields, warnings=warnings, ranks=ranks, visible=visible)
         if self.on_restart is not None:
             raise Refused(f"--on-restart is for scripts, and {run.name} runs a task, which continues by itself")
+        if self.figures is not None:
+            raise Refused(f"--figures is for scripts, and {run.name} runs a task, which writes its figures itself")
         from .. import config as configuration
         from .resume import prepare_resume
 
