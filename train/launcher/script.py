@@ -21,8 +21,6 @@ from . import provenance
 
 _OF_FORK = ("script", "script_module", "on_restart", "figures", "cwd", "session")
 """Fields of run.json that a fork takes from the forked run."""
-_PORT = re.compile(rb"""MASTER_PORT['"]?\s*(?:\]\s*=|,|:|=)\s*(?:str\()?['"]?(\d{2,5})\b""")
-"""Where a source sets MASTER_PORT to a number."""
 
 
 def check(
@@ -40,12 +38,14 @@ def check(
     """
     path, words = check_now(script, module=module, arguments=arguments, on_restart=on_restart, flags=flags)
     files = imports.of_script(path)
-    record = {
+    record: dict[str, Any] = {
         "watch": watch_flags(flags), "script": str(path), "script_module": module, "script_arguments": arguments,
         "on_restart": words, "script_files": files, "cwd": os.getcwd(), "versions": provenance.versions(seen_here()),
     }  # fmt: skip
-    warnings = _ports_in_use(path, [Path(name) for name in files if name.endswith(".py")])
-    if begins_anew(path, record):
+    sources = [path, *(Path(name) for name in files if name.endswith(".py"))]
+    record["expects_session"] = any(map(_opens_session, sources))
+    warnings = _ports_in_use(sources)
+    if words is None and not record["expects_session"]:
         warnings.append(f"a restart of {path.name} {programs.BEGINS_ANEW}; {programs.SAY_HOW}")
     return record, warnings
 
@@ -159,24 +159,19 @@ def _found(full: str, places: list[str] | None) -> ModuleSpec | None:
     return None
 
 
-def begins_anew(path: Path, record: dict[str, Any]) -> bool:
-    """Whether nothing says that a restart of this new script continues: no --on-restart, and no session in sight."""
-    if record.get("on_restart") is not None:
-        return False
-    names = [path, *map(Path, record.get("script_files", ()))]
-    return not any(re.search(rb"^\s*(import|from)\s+trainstation\b", _read(name), re.MULTILINE) for name in names)
+def _opens_session(file: Path) -> bool:
+    text = script_command.source(file)
+    return all(
+        re.search(part, text, re.MULTILINE) for part in (rb"^\s*(import|from)\s+trainstation\b", rb"\bsession\(")
+    )
 
 
-def _ports_in_use(script: Path, files: Iterable[Path]) -> list[str]:
+def _ports_in_use(files: Iterable[Path]) -> list[str]:
     """Return a warning if these files set MASTER_PORT to a port that is in use on this machine."""
-    for file in (script, *files):
-        for found in _PORT.finditer(_read(file)):
-            port = int(found[1])
-            if 0 < port < 1 << 16 and not _is_free(port):
-                return [
-                    f"{file.name} sets MASTER_PORT to {port}, which is in use on this machine; "
-                    "leave MASTER_PORT out there: the launcher sets a free one"
-                ]
+    for file, port in script_command.ports_set(files):
+        if not _is_free(port):
+            used = f"{file.name} sets MASTER_PORT to {port}, which is in use on this machine"
+            return [f"{used}; leave MASTER_PORT out there: the launcher sets a free one"]
     return []
 
 
@@ -186,13 +181,6 @@ def _is_free(port: int) -> bool:
     except OSError:
         return False
     return True
-
-
-def _read(file: Path) -> bytes:
-    try:
-        return file.read_bytes()
-    except OSError:
-        return b""
 
 
 def check_readable(path: Path, what: str, remedy: str = "") -> None:

@@ -167,6 +167,8 @@ class Record(TypedDict):
     script_arguments: NotRequired[list[str]]
     session: NotRequired[bool]
     """Whether the script has opened a session (sessions/place.py)."""
+    expects_session: NotRequired[bool]
+    """Whether the source of the script opens a session, so that a death before that restarts it, too."""
     on_restart: NotRequired[list[str] | None]
     """Arguments that a restart or resume adds or replaces. None: the user has not said how the script continues."""
     script_files: NotRequired[dict[str, str]]

@@ -44,6 +44,8 @@ class Spec:
     script_module: str
     """The dotted name with which a script is started (`python -m`); '': by its path."""
     script_arguments: tuple[str, ...]
+    expects_session: bool
+    """Whether the source of a script opens a session."""
     on_restart: tuple[str, ...] | None
     """Arguments that a restart of a script adds or replaces; (): none, the script continues by itself; None: the user
     has not said how it continues."""
@@ -156,6 +158,7 @@ def spec_of(record: Record, config: Mapping[str, Any]) -> Spec:
         script=record.get("script") or "",
         script_module=record.get("script_module") or "",
         script_arguments=tuple(record.get("script_arguments") or ()),
+        expects_session=bool(record.get("expects_session")),
         on_restart=None if (words := record.get("on_restart")) is None else tuple(words),
         script_files=record.get("script_files") or {},
         watch=record.get("watch") or {},

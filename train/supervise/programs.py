@@ -300,8 +300,8 @@ class Script(Program):
     """A script: any program that torchrun starts. Its exit codes and its output are all that is known of it.
 
     Many scripts overwrite their own checkpoints when they are simply started again. So by default a script is restarted
-    only if its user has said how it continues (--on-restart). A script whose ranks report how they end is judged by
-    that, like a task.
+    only if it is known to continue: its user has said how (--on-restart), or its source opens a session. A script whose
+    ranks report how they end is judged by that, like a task.
     """
 
     name, default_restarts, shows_log, unseen = specs.SCRIPT, None, True, "running"
@@ -391,7 +391,7 @@ class Script(Program):
         return f"before it had run {healthy_minutes(spec):g} minutes"
 
     def continues(self, spec: Spec) -> bool:
-        return spec.on_restart is not None
+        return spec.on_restart is not None or spec.expects_session
 
     def restarts(self, spec: Spec) -> int:
         if spec.max_restarts is not None:
@@ -428,7 +428,9 @@ class Script(Program):
     def on_restart(self, spec: Spec) -> str:
         if spec.on_restart:
             return shlex.join(spec.on_restart)
-        return BEGINS_ANEW if spec.on_restart is None else "continues by itself"
+        if spec.on_restart is None:
+            return "" if spec.expects_session else BEGINS_ANEW
+        return "continues by itself"
 
     def command_line(self, spec: Spec) -> str:
         return " ".join([f"-m {spec.script_module}" if spec.script_module else spec.script, *spec.script_arguments])

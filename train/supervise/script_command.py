@@ -9,7 +9,7 @@ import glob
 import os
 import re
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from ..errors import Refused
@@ -19,6 +19,8 @@ RUN = "{run}"
 """Stands for the path of the run folder."""
 _OPENS = "{newest:"
 _BRACES = re.compile(r"\{run\}|\{newest:(?P<glob>(?:\{run\}|[^{}])*)\}")
+_PORT = re.compile(rb"""MASTER_PORT['"]?\s*(?:\]\s*=|,|:|=)\s*(?:str\()?['"]?(\d{2,5})\b""")
+"""Where a source sets MASTER_PORT to a number."""
 _NUMBER = re.compile(r"-\.?\d")
 
 
@@ -43,6 +45,20 @@ def check_arguments(arguments: Sequence[str]) -> None:
     found = next((word for word in arguments if _OPENS in word), None)
     if found is not None:
         raise Refused(f"{found}: only --on-restart takes {{newest:GLOB}}; give: --on-restart 'ARGS' before --")
+
+
+def ports_set(files: Iterable[Path]) -> list[tuple[Path, int]]:
+    """Return which of these sources set MASTER_PORT to a number, each with the port."""
+    found = [(file, int(match[1])) for file in files for match in _PORT.finditer(source(file))]
+    return [(file, port) for file, port in found if 0 < port < 1 << 16]
+
+
+def source(file: Path) -> bytes:
+    """Return the text of a file; nothing if it cannot be read."""
+    try:
+        return file.read_bytes()
+    except OSError:
+        return b""
 
 
 def arguments_at(spec: Spec, run: Path, attempt: int) -> tuple[list[str], str]:

@@ -168,6 +168,19 @@ def test_what_nothing_says_to_continue_is_not_restarted_and_that_is_said(shared_
     station.ok("stop", "known", "--now")
 
 
+def test_a_script_that_dies_before_it_opens_its_session_is_restarted(shared_station: Station) -> None:
+    station = shared_station
+    text = (
+        "import os\nif os.environ['TRAIN_ATTEMPT'] != '3':\n    os.kill(os.getpid(), 9)  # as while torch is imported\n"
+    )
+    (station.folder / "opens.py").write_text(text + "if not os:\n    import trainstation as ts\n    ts.session(seed=0)")
+    done = station.ok("launch", "--script", "opens.py", "--name", "opens")
+    assert done.stderr == ""
+    record = station.wait_for_end("opens")
+    assert (record["state"], len(record["attempts"]), record.get("session")) == (states.FINISHED, 3, None)
+    assert "on restart" not in station.ok("show", "opens").stdout
+
+
 def test_a_module_is_started_like_python_m(shared_station: Station) -> None:
     station = shared_station
     package = station.folder / "lab" / "train"
