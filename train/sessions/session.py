@@ -32,7 +32,7 @@ from ..errors import Refused, TrainingFailed
 from ..run import heartbeat, metrics
 from ..run.metrics import Lines
 from ..run.outcome import Kind
-from . import seeds
+from . import lightning, seeds
 from .loader import Loader
 from .place import STOP, Place
 from .state import Position, State
@@ -153,9 +153,29 @@ class Session:
         self._write = write
         self._continue()
 
+    def lightning(self) -> Any:
+        """Return the callback that makes Lightning's Trainer exact: `Trainer(callbacks=[session.lightning()])`."""
+        return lightning.callback(self)
+
+    def huggingface(self, trainer: Any) -> None:
+        """Make a Trainer of Hugging Face exact. Call it before `trainer.train()`.
+
+        Raises:
+            Refused: the Trainer is set to something that cannot be exact.
+        """
+        from .huggingface import attach
+
+        attach(self, trainer)
+
     def newest(self) -> str | None:
-        """Return the path of the newest whole checkpoint that a library has written; None: there is none."""
-        return None if self._library is None else str(self._library)
+        """Return the path of the checkpoint from which a library continues, for `ckpt_path=` or
+        `resume_from_checkpoint=`; None: the run has none."""
+        if self._write is None:
+            raise Refused("call session.newest() after session.lightning() or session.huggingface(trainer)")
+        if self._library is None:
+            return None
+        file = self._library / lightning.FILE
+        return str(file if file.exists() else self._library)
 
     def _continue(self) -> None:
         """Load the newest checkpoint, and cut the lines of later steps."""
@@ -400,7 +420,7 @@ class Session:
             self._is_complete = True
             digest = state.digest()
             # weights may have changed since the end of the loop; rank 0 has the digest
-            if state.gather(not digest or digest != self._digest)[0]:
+            if self._write is None and state.gather(not digest or digest != self._digest)[0]:
                 self._save(is_last=True)
         elif not self._saved_at or self._saved_at.updates != state.updates:
             raise Refused("call session.finish() before torch.distributed.destroy_process_group()")
