@@ -31,7 +31,7 @@ def outputs(notebook: nbformat.NotebookNode) -> str:
 @pytest.mark.parametrize("executed", ["01-start-here.ipynb"], indirect=True)
 def test_start_here_trains_a_run_and_draws_its_curve(executed: nbformat.NotebookNode, tmp_path: Path) -> None:
     (run,) = (tmp_path / "runs").glob("first-*")
-    assert f"{run.name} finished" in outputs(executed)
+    assert f"{run.name}: finished" in outputs(executed)
     pictures = [o for cell in executed.cells for o in cell.get("outputs", []) if "image/png" in o.get("data", {})]
     assert len(pictures) == 1
     assert "Traceback" not in outputs(executed)

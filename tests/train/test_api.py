@@ -187,6 +187,7 @@ def state_of_process() -> tuple[Any, ...]:
 def test_a_model_is_the_trained_one_and_leaves_this_process_as_it_was(finished: Station) -> None:
     run = train.find("done", runs=finished.runs)
     run.model()  # torch itself adds a folder to sys.path once
+    random.seed(7), np.random.seed(7), torch.manual_seed(7)
     before = state_of_process()
     model = run.model(checkpoint="best")
     assert not model.training
@@ -258,9 +259,11 @@ assert [run.wait() for run in runs] == ["finished"] * 4, runs
 assert "torch" not in sys.modules
 assert len(ts.runs(state="finished")) == 4
 
+b = ts.find("b").model()
+assert "helper" not in sys.modules
 sys.path.insert(0, "mine")
 import helper
-a, b = ts.find("a").model(), ts.find("b").model()
+a = ts.find("a").model()
 assert (a.kind, b.kind, helper.KIND, sys.modules["helper"]) == ("a", "b", "mine", helper)
 
 import torch
