@@ -152,6 +152,11 @@ class Registered:
         present = list(parts.tensors.values())
         return present[number] if number < len(present) else None
 
+    def settings(self) -> dict[str, str]:
+        """Return how a fresh scheduler or scaler of torch was made, as texts. A checkpoint's values will replace it."""
+        is_torchs = isinstance(self.value, (torch.optim.lr_scheduler.LRScheduler, torch.amp.GradScaler))
+        return _texts(self.value.state_dict()) if is_torchs else {}
+
     def load(self, state: Any) -> None:
         """Load a whole state."""
         self.value.load_state_dict(state)
@@ -228,6 +233,12 @@ class Optimizer(Registered):
         own = self.parameters
         return own[ref.of] if isinstance(ref.of, int) and ref.of < len(own) else None
 
+    def settings(self) -> dict[str, str]:
+        found: dict[str, str] = {}
+        for number, group in enumerate(self.value.param_groups):
+            found |= _texts(group, f" of group {number}" if number else "")
+        return found
+
     def load(self, state: Any) -> None:
         super().load(state)
         # torch casts moments to the type of their parameter, but some optimizers keep them in fp32 for bf16 weights
@@ -236,6 +247,16 @@ class Optimizer(Registered):
                 own = self.value.state.get(parameter, {}).get(name)
                 if isinstance(own, Tensor) and isinstance(saved, Tensor) and own.dtype != saved.dtype:
                     self.value.state[parameter][name] = saved.to(own.device)
+
+
+def _texts(values: Mapping[str, Any], end: str = "") -> dict[str, str]:
+    """Return settings as texts by name. Names that begin with _ or initial_ follow from others."""
+    plain = (bool, int, float, str, list, tuple, Mapping)
+    return {
+        f"{name}{end}": repr(value)
+        for name, value in values.items()
+        if isinstance(value, plain) and not name.startswith(("_", "initial_", "params"))
+    }
 
 
 def registered(name: str, value: Any) -> Registered:

@@ -89,6 +89,8 @@ class State:
         """
         self._place, self._kept = place, Checkpoint(keep=keep, asynchronous=False)
         self._objects: dict[str, Registered] = {}
+        self._settings: dict[str, dict[str, str]] = {}
+        """How the objects were made, before a checkpoint was loaded."""
         self._updates = Updates()
         self._known_world: World | None = None
         self._committer: Committer | None = None
@@ -119,6 +121,7 @@ class State:
             elif isinstance(one.value, torch.amp.GradScaler):
                 self._updates.follow_scaler(one.value)
         self._objects = made
+        self._settings = {name: one.settings() for name, one in made.items()}
 
     def lay_buckets(self, module: nn.Module) -> None:
         """Lay out the buckets of every DDP in a module, for a library that registers nothing."""
@@ -223,7 +226,7 @@ class State:
         tree = {"states": states, "gradients": self._left_over(parts), "refs": parts.refs, "values": values}
         problem, rest = "", b""
         try:
-            rest = objects.packed(tree | {"updates": self._updates.state()})
+            rest = objects.packed(tree | {"updates": self._updates.state(), "settings": self._settings})
         except ValueError as error:
             problem = self._problem(states, values, error)
         sums = by_rank.sums_of(parts.tensors) if world.size > 1 else {}
@@ -344,8 +347,18 @@ class State:
             for number, gradient in reading.state(gradients, one).items():
                 one.parameters[number].grad = gradient.to(one.parameters[number].device)
         self._updates.load(rest["updates"])
+        for name, before in rest.get("settings", {}).items() if self._place.rank == 0 else ():
+            self._say_replaced(name, before, self._settings.get(name, {}))
         library = folder / LIBRARY if facts["library"] else None
         return Saved(Position(**facts["position"]), rest["values"], facts["metrics_bytes"], library)
+
+    def _say_replaced(self, name: str, before: dict[str, str], now: dict[str, str]) -> None:
+        """Say which settings of this script the checkpoint has replaced: nothing that a user sets is ignored."""
+        for key in [key for key in before if now.get(key, before[key]) != before[key]][:3]:
+            log.warning(
+                "warning: %s was made with %s %s, but the checkpoint goes on with %s; to change it, set it after "
+                "session.register", name, key, now[key], before[key],
+            )  # fmt: skip
 
     def _check_fits(self, folder: Path, manifest: dict[str, Any]) -> None:
         if "session" not in manifest:

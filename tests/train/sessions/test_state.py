@@ -175,6 +175,23 @@ def test_names_and_shapes_must_be_those_of_the_checkpoint(tmp_path: Path) -> Non
         opened(tmp_path, model=model, optimizer=torch.optim.SGD([*model.parameters(), torch.ones(1)], lr=1)).load()
 
 
+def test_a_setting_that_the_checkpoint_replaces_is_named(tmp_path: Path, caplog: Any) -> None:
+    def made(rate: float, steps: int) -> tuple[State, torch.optim.Optimizer]:
+        model = nn.Linear(2, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=rate)
+        scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
+        return opened(tmp_path, model=model, optimizer=optimizer, scheduler=scheduler), optimizer
+
+    assert made(0.1, 30)[0].save(Position(0, 1, 1), {}, 0)
+    assert made(0.1, 30)[0].load() is not None
+    assert not [record for record in caplog.records if record.name == "train"]
+    state, optimizer = made(0.2, 60)
+    assert state.load() is not None and optimizer.param_groups[0]["lr"] == 0.1
+    said = caplog.text
+    assert "optimizer was made with lr 0.2, but the checkpoint goes on with 0.1" in said
+    assert "scheduler was made with T_max 60, but the checkpoint goes on with 30" in said
+
+
 def test_a_damaged_checkpoint_is_named_and_the_one_before_is_loaded(tmp_path: Path, caplog: Any) -> None:
     model = nn.Linear(2, 2)
     state = opened(tmp_path, model=model)
