@@ -439,6 +439,7 @@ class Script(Program):
 class Session(Script):
     """A script that has opened a session: it reports steps and ends like a task, and continues from its checkpoints."""
 
+    unseen = "starting"
     lacks: ClassVar = {
         "eval": "which evaluates by itself; see its figures: train show",
         "model": "whose model only its own code can build; take its weights: run.state_dict('model')",
