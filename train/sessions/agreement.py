@@ -34,6 +34,8 @@ class Agreement:
         """Whether this rank has said that it looks at every border."""
         self._at: int | None = None
         self._what = ""
+        self.comes_next = ""
+        """What follows the update that is made now. All ranks know it then."""
 
     def due(self, updates: int, wants: str) -> str:
         """Return what all ranks do after this many updates; '' for nothing. Each rank calls it at the same borders.
@@ -49,8 +51,9 @@ class Agreement:
         if self._at is None:
             self._appoint(updates)
         if self._at is None or updates < self._at:
+            self.comes_next = self._what if self._at == updates + 1 else ""
             return ""
-        what, self._at, self._is_heard = self._what, None, False
+        what, self._at, self._is_heard, self.comes_next = self._what, None, False, ""
         self._number += 1
         return what
 

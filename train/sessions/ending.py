@@ -13,27 +13,31 @@ import os
 import signal
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable
 from types import TracebackType
 from typing import Any, NoReturn
 
 from .. import screen
-from ..errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_REFUSED, Refused
+from ..errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_REFUSED, Refused, TrainingFailed
 from ..signals import StopRequest, leave
 
 _NUMBERS = (signal.SIGTERM, signal.SIGINT)
+_LOOK_EVERY = 0.1
+"""Seconds between two looks at the handlers: a look takes longer than the rest of a border."""
 
 
 class Signals(StopRequest):
     """The requests to stop that this process gets by a signal. Calls the handlers that the script or a library sets.
 
-    Handlers that are set later take the place of this one. `renew`, at every border of the loop, puts it back in front.
+    Handlers that are set later take the place of this one. `look`, at every border of the loop, puts it back in front.
     """
 
     def __init__(self) -> None:
         self._others: dict[int, Any] = {}
         self._is_inside = False
+        self._look_at = 0.0
         self.calls_later = True
         """Whether to call handlers that are set from now on. False while a library drives the loop, whose own way to
         stop would come before the border that the ranks have agreed on."""
@@ -61,6 +65,13 @@ class Signals(StopRequest):
                 other(number, frame)
         finally:
             self._is_inside = False
+
+    def look(self) -> None:
+        """Put this handler in front of one that was set since, at most every `_LOOK_EVERY` seconds."""
+        now = time.monotonic()
+        if now >= self._look_at:
+            self._look_at = now + _LOOK_EVERY
+            self.renew()
 
     def renew(self) -> None:
         """Put this handler in front of one that was set since."""
@@ -119,7 +130,7 @@ class Ending:
             return
         self._is_over = True
         code = {Refused: EXIT_REFUSED, KeyboardInterrupt: EXIT_INTERRUPTED}.get(kind, EXIT_FAILED)
-        if isinstance(error, Refused):
+        if isinstance(error, (Refused, TrainingFailed)):
             with contextlib.suppress(OSError):
                 screen.remark(str(error))
         elif not isinstance(error, KeyboardInterrupt):
@@ -144,7 +155,7 @@ class Ending:
         try:
             code = self._exited()
         except BaseException as error:
-            if isinstance(error, Refused):
+            if isinstance(error, (Refused, TrainingFailed)):
                 screen.remark(str(error))
             else:
                 traceback.print_exc()

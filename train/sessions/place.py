@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import multiprocessing
 import os
 import threading
 import time
@@ -17,7 +18,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from .. import faults, screen
-from ..errors import EXIT_STOPPED, Refused
+from ..errors import EXIT_STOPPED, Refused, TrainingFailed
 from ..parallel.rank_env import RankEnv, is_under_torchrun, meeting_port, read_rank_env
 from ..run import durable, heartbeat, outcome
 from ..run.heartbeat import Heart
@@ -50,16 +51,23 @@ class Place:
     def __init__(self, *, save_every: int | None, save_minutes: float | None) -> None:
         self.rank = 0
         self._own: OwnRun | None = None
-        self._is_open = False
+        self._ended: Outcome | None = None
+        self._is_open = self._is_due = self._is_stopping = self._has_begun = False
         self.stop = Signals()
         self._ending = Ending(failed=self._failed, exited=self._exited)  # first: it prints what refuses the rest
+        try:
+            self._find(save_every, save_minutes)
+        except BaseException:
+            self.stop.release()  # in a notebook they belong to the kernel
+            raise
+
+    def _find(self, save_every: int | None, save_minutes: float | None) -> None:
+        """Find the run, or make one."""
         rank_env = _rank_env()
         self.rank, self.size = rank_env.rank, rank_env.size
         self.local_rank, self.local_size = rank_env.local_rank, rank_env.local_size
         self._save_every, self._save_seconds = save_every or 0, 60 * (save_minutes or 0.0)
         self._saved, self._saved_at = 0, time.monotonic()
-        self._is_due = self.is_stopping = self._has_begun = False
-        self._ended: Outcome | None = None
         self._lines: Lines | None = None
         self._note_at = 0.0
         self._finish: Callable[[], None] = lambda: None
@@ -159,7 +167,7 @@ class Place:
                     os.truncate(self.run.metrics, metrics_bytes)
             self._lines = Lines(self.run.metrics)
             self.run.note_ready(from_step, session=True)
-        self.beat(heartbeat.TRAINING, from_step)
+        self.beat(heartbeat.STARTING, from_step)
 
     def beat(self, phase: int, step: int) -> None:
         """Give a sign of life: the phase (run/heartbeat.py), and the last update."""
@@ -191,15 +199,23 @@ class Place:
 
         Call it once at each border where a checkpoint may be taken, on every rank. SAVE lasts until `saved`.
         """
-        self.stop.renew()
+        self.stop.look()
         self._ending.goes_on()
         wants = STOP if self.stop.asked else SAVE if self._is_time() else ""
         agreed = self._agreement.due(updates, wants)
-        self.is_stopping |= agreed == STOP
+        self._is_stopping |= agreed == STOP
         self._is_due |= agreed == SAVE
         if self._save_every and updates // self._save_every > self._saved // self._save_every:
             self._is_due = True
-        return STOP if self.is_stopping else SAVE if self._is_due else ""
+        return STOP if self._is_stopping else SAVE if self._is_due else ""
+
+    @property
+    def is_stopping(self) -> bool:
+        """Whether the next `due` will say STOP, as far as this rank knows: the same on all ranks, because they agree
+        before."""
+        if self.size == 1:
+            return self.stop.asked
+        return self._is_stopping or self._agreement.comes_next == STOP
 
     def _is_time(self) -> bool:
         return self.is_first and 0 < self._save_seconds <= time.monotonic() - self._saved_at and not self._is_due
@@ -280,6 +296,8 @@ class Place:
         rank, step = self.rank, self.heart.step if self._is_open else 0
         if isinstance(error, Refused):
             return Outcome(rank=rank, kind=Kind.REFUSED, step=step, reason=str(error), recurs=True)
+        if isinstance(error, TrainingFailed):
+            return Outcome(rank=rank, kind=Kind.FAILED, step=step, reason=str(error), recurs=True)
         if isinstance(error, SystemExit):
             how = f"with code {error.code}" if isinstance(error.code, int) else f"with: {error.code}"
             return Outcome(rank=rank, kind=Kind.DIED, step=step, reason=f"the script called sys.exit {how}")
@@ -310,8 +328,14 @@ def _rank_env() -> RankEnv:
     """Return which rank this process is.
 
     Raises:
-        Refused: the environment is wrong, or of several machines.
+        Refused: the environment is wrong, or of several machines, or this process belongs to another one.
     """
+    is_spawned = getattr(multiprocessing.current_process(), "_inheriting", False)  # it imports the script just now
+    if is_spawned or multiprocessing.parent_process() is not None:
+        raise Refused(
+            "a session does not run in a process of multiprocessing; start ranks with train launch or torchrun, and "
+            "put what the script does below: if __name__ == '__main__':"
+        )
     rank_env = read_rank_env() if is_under_torchrun() else RankEnv()
     if rank_env.size != rank_env.local_size:
         raise Refused("a session runs on one machine; for several machines write a task: docs/tasks.md")

@@ -30,8 +30,11 @@ def _acts(
             time.sleep(rng.choice([0.0, 0.0, 0.001]))
             since, what = asked.get(number, (updates + 1, ""))
             done = [one for _, one in acts[number]]
-            if act := agreed.due(update, what if update >= since and what not in done else ""):
+            act = agreed.due(update, what if update >= since and what not in done else "")
+            if act:
                 acts[number].append((update, act))
+            if agreed.comes_next:
+                acts[number].append((update, f"next {agreed.comes_next}"))
 
     ranks = [threading.Thread(target=rank, args=(number,)) for number in range(size)]
     for one in ranks:
@@ -49,8 +52,10 @@ def test_all_ranks_act_after_the_same_update(
     monkeypatch.setattr(agreement, "LOOK_EVERY", 0.015)
     first, *others = _acts(seed, asked)
     assert all(one == first for one in others), (first, others)
-    assert {what for _, what in first} == {what for _, what in asked.values()}
-    assert all(update > 9 for update, _ in first)
+    acted = [(update, what) for update, what in first if "next" not in what]
+    assert {what for _, what in acted} == {what for _, what in asked.values()}
+    assert all(update > 9 for update, _ in acted)
+    assert [(update + 1, what.removeprefix("next ")) for update, what in first if "next" in what] == acted
 
 
 def test_a_single_rank_acts_at_once() -> None:
