@@ -31,21 +31,37 @@ _LOOK_EVERY = 0.1
 class Signals(StopRequest):
     """The requests to stop that this process gets by a signal. Calls the handlers that the script or a library sets.
 
-    Handlers that are set later take the place of this one. `look`, at every border of the loop, puts it back in front.
+    Handlers that are set later stay behind this one. `look`, at every border of the loop, finds those that were set in
+    another way than by signal.signal.
     """
 
     def __init__(self) -> None:
         self._others: dict[int, Any] = {}
         self._is_inside = False
         self._look_at = 0.0
-        self.calls_later = True
-        """Whether to call handlers that are set from now on. False while a library drives the loop, whose own way to
-        stop would come before the border that the ranks have agreed on."""
+        self._calls_later = True
         numbers = [number for number in _NUMBERS if signal.getsignal(number) is not signal.SIG_IGN or number != 2]
         self._numbers = tuple(numbers)  # a shell lets programs in the background ignore Ctrl-C
         for number in numbers:
             self._others[number] = signal.getsignal(number)
+        self._first = dict(self._others)
         super().__init__(numbers)
+        self._pid, self._set = os.getpid(), signal.signal
+        signal.signal = self._set_other  # at once: until the next look a request to stop would be lost
+
+    def _set_other(self, signalnum: int, handler: Any) -> Any:
+        """Do what signal.signal does, but leave this handler in front."""
+        if signalnum not in self._numbers or os.getpid() != self._pid:  # a fork, such as a data worker
+            return self._set(signalnum, handler)
+        before = self._others[signalnum]
+        self._take(signalnum, handler)
+        return before
+
+    def _take(self, number: int, handler: Any) -> None:
+        if handler == self.note:  # a library puts back what it has found
+            self._others[number] = self._first[number]
+        elif self._calls_later:
+            self._others[number] = handler
 
     def note(self, number: int, frame: object) -> None:
         """Handle a signal."""
@@ -78,15 +94,25 @@ class Signals(StopRequest):
         for number in self._numbers:
             now = signal.getsignal(number)
             if now != self.note:
-                self._others[number] = now if self.calls_later else None
+                self._take(number, now)
                 with contextlib.suppress(ValueError):  # not in the main thread
-                    signal.signal(number, self.note)
+                    self._set(number, self.note)
+
+    def claim(self) -> None:
+        """Call only the handlers of before the session from now on.
+
+        For a library that drives the loop: its own way to stop comes before the border that the ranks agree on.
+        """
+        self._calls_later, self._others = False, dict(self._first)
+        self.renew()
 
     def release(self) -> None:
         """Give the signals back to the handlers of before."""
+        if signal.signal == self._set_other:
+            signal.signal = self._set
         for number in self._numbers:
             if signal.getsignal(number) == self.note:
-                signal.signal(number, self._others[number] or signal.SIG_DFL)
+                self._set(number, self._others[number] or signal.SIG_DFL)
 
 
 class Ending:

@@ -226,8 +226,7 @@ class Place:
 
     def claim_signals(self) -> None:
         """Take the signals back from a library, whose handlers are not called from now on."""
-        self.stop.calls_later = False
-        self.stop.renew()
+        self.stop.claim()
 
     # --- the end
 

@@ -71,9 +71,10 @@ try:
             sys.exit(5)
         if made == 7 and way == "breaks":
             break
-        if made == 2 and way == "handles":
+        if made == 8 and way == "handles":
             import signal
             signal.signal(signal.SIGTERM, before)
+            os.kill(os.getpid(), signal.SIGTERM)
         place.log({"step": made, "epoch": 1, "loss": 1 / made})
         place.beat(TRAINING, made)
         due = place.due(made)
@@ -138,30 +139,39 @@ def test_a_launched_session_is_killed_stopped_and_resumed_like_a_task(shared_sta
     assert "attempt 1    steps 1-" in shown and "rank 1 died of SIGKILL" in shown
 
 
-@pytest.mark.parametrize("ask", ["signal", pytest.param("train stop", marks=pytest.mark.minutes)])
-def test_a_session_under_plain_python_is_a_run_that_stops_and_is_resumed(shared_station: Station, ask: str) -> None:
+def test_a_session_under_plain_python_stops_whoever_else_handles_the_signal_and_is_resumed(
+    shared_station: Station,
+) -> None:
+    station = shared_station
+    output, errors = (process := _python(station, 30, 0, "handles")).communicate(timeout=PATIENCE)
+    name, made = _name(errors), output.splitlines()
+    assert process.returncode == 75 and made == ["the script's own handler", "left properly"], errors
+    assert f"stopped after step 8; continue with: train resume {name}" in errors
+    record = station.record(name)
+    assert (record["state"], record["reason"]) == (states.STOPPED, "stopped after step 8 (SIGTERM)")
+    assert record["session"] and not station.run(name).alive()
+    shown = station.ok("show", name).stdout
+    assert f"continue: train resume {name}" in shown and "attempt 1    steps 1-8, 1 rank, stopped" in shown
+    station.run(name).update(script_arguments=["30", "0"])
+    station.ok("resume", name)
+    assert station.wait_for_end(name)["state"] == states.FINISHED, station.logs(name)
+    assert _steps(station, name) == [*range(1, 31)]
+
+
+@pytest.mark.minutes
+def test_train_stop_reaches_a_session_under_plain_python(shared_station: Station) -> None:
     station = shared_station
     before = {path.name for path in station.runs.glob("loop-*")}
-    process = _python(station, 400, "0.02", "handles")
+    process = _python(station, 10**6, "0.02")
     while not (new := [path for path in station.runs.glob("loop-*/checkpoints/*") if path.parts[-3] not in before]):
         assert process.poll() is None
         time.sleep(0.05)
     name = new[0].parts[-3]
-    assert station.run(name).alive()
-    if ask == "signal":
-        process.terminate()
-    else:
-        station.ok("stop", name)
+    assert station.run(name).alive() and station("resume", name).returncode == 2
+    stopped = station.ok("stop", name)
     output, errors = process.communicate(timeout=PATIENCE)
     assert process.returncode == 75 and "left properly" in output and "after the loop" not in output, errors
-    assert ("the script's own handler" in output) == (ask == "signal")
-    assert f"continue with: train resume {name}" in errors and _name(errors) == name
-    record = station.record(name)
-    how = "SIGTERM" if ask == "signal" else "train stop"
-    assert record["reason"] == f"stopped after step {record['step']} ({how})"
-    station.ok("resume", name)
-    assert station.wait_for_end(name)["state"] == states.FINISHED, station.logs(name)
-    assert _steps(station, name) == [*range(1, 401)]
+    assert f"(train stop); continue with: train resume {name}" in stopped.stdout + stopped.stderr
 
 
 @pytest.mark.parametrize(
