@@ -168,6 +168,11 @@ class Module(Registered):
     prefix = ""
     """Precedes names in the checkpoint, if several modules are registered."""
 
+    @property
+    def is_compiled(self) -> bool:
+        """Whether torch.compile wraps the module or a part of it."""
+        return any("_orig_mod" in dict(one.named_children()) for one in self.value.modules())
+
     def names(self) -> dict[str, str]:
         """Map the names in a checkpoint to those of the module's own state."""
         drops = {}

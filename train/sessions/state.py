@@ -116,6 +116,11 @@ class State:
             if isinstance(one, Module):
                 one.prefix = f"{one.name}." if several else ""
                 self.lay_buckets(one.value)
+                if one.is_compiled and self._place.rank == 0:
+                    log.warning(
+                        "warning: %s is compiled: a resume is exact if shapes of batches do not vary and no kernel is "
+                        "chosen by its time (max-autotune)", one.name,
+                    )  # fmt: skip
             elif isinstance(one, Optimizer):
                 self._updates.follow(one.name, one.value)
             elif isinstance(one.value, torch.amp.GradScaler):

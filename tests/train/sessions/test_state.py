@@ -105,11 +105,12 @@ def test_all_that_is_registered_comes_back_bit_by_bit(tmp_path: Path) -> None:
     assert weights_sha256(weights_in(tmp_path / "checkpoints/step-00000003")) == weights_sha256(both) == state.digest()
 
 
-def test_one_module_keeps_its_names_without_what_wraps_it(tmp_path: Path) -> None:
+def test_one_module_keeps_its_names_without_what_wraps_it(tmp_path: Path, caplog: Any) -> None:
     model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))
     model[1] = torch.compile(model[1], backend="eager")  # type: ignore[assignment]
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     state = opened(tmp_path, net=torch.compile(model, backend="eager"), optimizer=optimizer)
+    assert "net is compiled: a resume is exact if shapes" in caplog.text
     trained(optimizer)
     assert state.save(Position(0, 1, 1), {}, 0)
     found = weights_in(tmp_path / "checkpoints/step-00000001")
