@@ -53,6 +53,8 @@ LAST_LINES = 8
 """Number of lines of a dead rank's log that run.json keeps."""
 _LAST = 20
 """Number of last lines of a log to search for a cause."""
+_TAKEN = re.compile(r"port: (\d+), .*EADDRINUSE")
+"""torch's message if the port of its store is in use."""
 _PREFIX = re.compile(r"^\[rank\d+\]: ?")
 """Prefix of torch's lines about an exception."""
 
@@ -140,6 +142,8 @@ def in_log(text: str, limit: str = "") -> Cause | None:
             )
         if memory.device_is_too_small(line):
             return Cause(f"out of memory ({one_line(line)[:400]}): {memory.ADVICE}", True)
+        if taken := _TAKEN.search(line):
+            return Cause(f"port {taken[1]} is in use by another process; do not set MASTER_PORT in the code", False)
     busy = next((line for line in reversed(lines) if is_busy(line)), None)
     return None if busy is None else Cause(one_line(busy)[:400], False)
 

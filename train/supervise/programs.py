@@ -323,12 +323,13 @@ class Script(Program):
     ) -> Ranks:
         from .ranks import ScriptRanks
 
-        def command(attempt: int) -> tuple[list[str], str]:
+        def command(attempt: int) -> script_command.Start:
             arguments, line = script_command.arguments_at(spec, run.path, attempt)
             for text in (*self.edited(spec, run.name), *filter(None, [line])):
                 say(text)
             program = ["-m", spec.script_module] if spec.script_module else [spec.script]
-            return [*program, *arguments], line
+            sources = [Path(name) for name in (spec.script, *spec.script_files) if name.endswith(".py")]
+            return script_command.Start([*program, *arguments], line, bool(script_command.ports_set(sources)))
 
         return ScriptRanks(run, lock, count, zygote, command)
 

@@ -28,6 +28,7 @@ from ..parallel.rank_env import RankEnv
 from ..run.run_folder import Lock, Run
 from ..run.spec import Spec
 from ..zygote.client import RANKS, SCRIPT, Zygote
+from . import script_command
 
 _WAIT = 0.2
 """Seconds `wait` takes if no rank ends."""
@@ -230,26 +231,29 @@ class ScriptRanks(Ranks):
     """Ranks of a script: forks of the zygote that execute the script's file with torchrun's environment variables.
 
     Args:
-        command: Returns what follows `python -u` in an attempt, and a line for the head of rank 0's log, or ''.
+        how: Returns how an attempt starts.
     """
 
     def __init__(
-        self, run: Run, lock: Lock, count: int, zygote: Zygote, command: Callable[[int], tuple[list[str], str]]
+        self, run: Run, lock: Lock, count: int, zygote: Zygote, how: Callable[[int], script_command.Start]
     ) -> None:
         super().__init__(run, lock, count, zygote)
-        self._command = command
+        self._how = how
         self._store: int | None = None
 
     def _start(self, spec: Spec, attempt: int) -> None:
-        command, line = self._command(attempt)
-        if line:
+        start = self._how(attempt)
+        if start.line:
             with (self.run.logs(attempt) / "rank0.log").open("a", encoding="utf-8") as log:
-                log.write(f"{line}\n")
+                log.write(f"{start.line}\n")
+        # a script with a port of its own starts a store there, as under `python`, and must not look for ours
+        port = _free_port() if start.has_own_port else self._host_store()
+        is_ours = {} if start.has_own_port else {"TORCHELASTIC_USE_AGENT_STORE": "True"}
         common = {
-            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(self._host_store()), "GROUP_RANK": "0",
+            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GROUP_RANK": "0",
             "GROUP_WORLD_SIZE": "1", "ROLE_NAME": "default", "ROLE_WORLD_SIZE": str(self.count),
             "TORCHELASTIC_RESTART_COUNT": "0", "TORCHELASTIC_MAX_RESTARTS": "0",
-            "TORCHELASTIC_RUN_ID": uuid.uuid4().hex, "TORCHELASTIC_USE_AGENT_STORE": "True",
+            "TORCHELASTIC_RUN_ID": uuid.uuid4().hex, **is_ours,
             "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
         }  # fmt: skip
         if self.count > 1:  # as torchrun does
@@ -257,7 +261,7 @@ class ScriptRanks(Ranks):
         self._zygote.adopt_orphans()
         for rank_env in self.rank_envs:
             role = {"ROLE_RANK": str(rank_env.rank)}
-            self._fork("script_rank", [command], attempt, rank_env, common | role | _of_rank(rank_env), [])
+            self._fork("script_rank", [start.command], attempt, rank_env, common | role | _of_rank(rank_env), [])
 
     def _host_store(self) -> int:
         """Start the store at which the ranks of a script connect. Returns its port.
@@ -290,6 +294,11 @@ class ScriptRanks(Ranks):
             self._end_store()
             self._zygote.end_orphans()  # they would keep ports, GPU memory and the lock
         return has_ended
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        return int(listening.getsockname()[1])
 
 
 def _of_rank(rank_env: RankEnv) -> dict[str, str]:

@@ -5,6 +5,7 @@ Reads the file system for `{newest:GLOB}`, changes nothing, and imports no torch
 
 from __future__ import annotations
 
+import dataclasses
 import glob
 import os
 import re
@@ -19,9 +20,21 @@ RUN = "{run}"
 """Stands for the path of the run folder."""
 _OPENS = "{newest:"
 _BRACES = re.compile(r"\{run\}|\{newest:(?P<glob>(?:\{run\}|[^{}])*)\}")
-_PORT = re.compile(rb"""MASTER_PORT['"]?\s*(?:\]\s*=|,|:|=)\s*(?:str\()?['"]?(\d{2,5})\b""")
-"""Where a source sets MASTER_PORT to a number."""
+_PORT = re.compile(rb"""MASTER_PORT['"]?\s*(?:\]\s*=|:|=)\s*(?:str\()?['"]?(\d{2,5})\b""")
+"""Where a source sets MASTER_PORT to a number. `setdefault` does not: the launcher has set one before."""
 _NUMBER = re.compile(r"-\.?\d")
+
+
+@dataclasses.dataclass(frozen=True)
+class Start:
+    """How an attempt of a script starts."""
+
+    command: Sequence[str]
+    """What follows `python -u`."""
+    line: str = ""
+    """What to write at the head of rank 0's log; '': nothing."""
+    has_own_port: bool = False
+    """Whether the script's source sets MASTER_PORT, so that its ranks do not meet at the launcher's store."""
 
 
 def split(text: str) -> list[str]:

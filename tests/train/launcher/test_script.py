@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -179,6 +180,36 @@ def test_a_script_that_dies_before_it_opens_its_session_is_restarted(shared_stat
     record = station.wait_for_end("opens")
     assert (record["state"], len(record["attempts"]), record.get("session")) == (states.FINISHED, 3, None)
     assert "on restart" not in station.ok("show", "opens").stdout
+
+
+# As PyTorch's tutorial "Getting Started with Distributed Data Parallel" does.
+SPAWNS = """
+import os, sys, torch, torch.distributed as dist, torch.multiprocessing as mp
+def main(rank):
+    os.environ["MASTER_ADDR"] = "localhost"
+    os.environ["MASTER_PORT"] = "{port}"
+    dist.init_process_group("gloo", rank=rank, world_size=2)
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    print("total", total.item(), flush=True)
+    dist.destroy_process_group()
+if __name__ == "__main__":
+    mp.spawn(main, nprocs=2)
+"""
+
+
+@pytest.mark.minutes
+def test_a_script_that_starts_its_own_ranks_at_a_port_of_its_own(shared_station: Station) -> None:
+    station, port = shared_station, free_port()
+    (station.folder / "spawns.py").write_text(SPAWNS.format(port=port))
+    station.ok("launch", "--script", "spawns.py", "--name", "spawns", "--on-restart", "")
+    assert station.wait_for_end("spawns")["state"] == states.FINISHED
+    assert station.logs("spawns").count("total 2.0") == 2
+    with socket.create_server(("", port)):
+        done = station.ok("launch", "--script", "spawns.py", "--name", "taken", "--max-restarts", 0, "--on-restart", "")
+        record = station.wait_for_end("taken")
+    assert done.stderr.startswith(f"train: warning: spawns.py sets MASTER_PORT to {port}, which is in use")
+    assert f"port {port} is in use by another process" in record["reason"]
 
 
 def test_a_module_is_started_like_python_m(shared_station: Station) -> None:

@@ -91,3 +91,11 @@ def test_a_gpu_that_is_too_small_is_not_tried_again_and_one_that_others_fill_is(
         log = f"Traceback (most recent call last):\n  x\ntorch.OutOfMemoryError: {said}\n"
         found = in_log(log)
         assert (found is not None and found.recurs) is recurs
+
+
+def test_a_port_that_is_in_use_is_named() -> None:
+    said = "The server socket has failed to listen on any local network address. port: 12355, useIpv6: false, code: -98"
+    found = in_log(
+        f"Traceback\ntorch.distributed.DistNetworkError: {said}, name: EADDRINUSE, message: address in use\n"
+    )
+    assert found is not None and found.reason.startswith("port 12355 is in use by another process")
