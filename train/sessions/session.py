@@ -174,8 +174,9 @@ class Session:
             raise Refused("call session.newest() after session.lightning() or session.huggingface(trainer)")
         if self._library is None:
             return None
-        file = self._library / lightning.FILE
-        return str(file if file.exists() else self._library)
+        run = self._place.run
+        folder = run.path / self._library.relative_to(run.folder)  # a path that messages can show
+        return str(file if (file := folder / lightning.FILE).exists() else folder)
 
     def _continue(self) -> None:
         """Load the newest checkpoint, and cut the lines of later steps."""
