@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
+SESSIONS = ["a loop on DataLoader", "in a session", "in a session, log() at each step"]
 OURS = ["train launch", "a rank killed", "train resume"]
 STARTS = ["torchrun, bare DDP", *(f"{way}, {how}" for how in ("cold", "warm") for way in OURS)]
 RUNS = [f"{count} {state}" for state in ("running", "finished") for count in (1, 10, 200)]
@@ -24,6 +25,7 @@ RUNS = [f"{count} {state}" for state in ("running", "finished") for count in (1,
     ("ordered", ["--times", "1"], ["1", "2", "3", "4"]),
     ("recovery", ["--steps", "150", "--times", "1"], ["train launch", "torchrun, torch.save every 50 steps"]),
     ("resume", ["--samples", "100000", "--times", "1"], ["1", "95"]),
+    ("session", ["--steps", "20", "--times", "1"], SESSIONS),
     ("start", ["--times", "1"], STARTS),
     ("stop", ["--times", "1"], ["plain DDP, no stop", "train: rides along", "a separate reduction"]),
 ])  # fmt: skip

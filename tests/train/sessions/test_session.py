@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import json
 import logging
-import multiprocessing
 import os
 import random
 import sys
 import tempfile
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
@@ -59,11 +59,16 @@ def attempt(run: Run, body: Body, *arguments: Any) -> tuple[int, str]:
         os._exit(0)
 
     with tempfile.TemporaryFile() as output:
-        process = multiprocessing.get_context("fork").Process(target=rank)
-        process.start()
-        process.join(60)
+        pid = os.fork()  # a process of multiprocessing may not open a session
+        if not pid:
+            try:
+                rank()
+            finally:
+                traceback.print_exc()
+                os._exit(1)
+        code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
         output.seek(0)
-        return process.exitcode or 0, output.read().decode()
+        return code, output.read().decode()
 
 
 class Data:
