@@ -262,7 +262,8 @@ def _with_values(parser: Parser, words: list[str]) -> list[str]:
             found.append(word)
             continue
         if not equals:
-            value = left.pop(0) if left and not left[0].startswith("--") else "VALUE"
+            takes = left and (not left[0].startswith("--") or action.option_strings[-1] in parser.verbatim)
+            value = left.pop(0) if takes else "VALUE"
         if action.choices and _PLACEHOLDER.fullmatch(value):
             value = str(next(iter(action.choices)))
         found.append(f"{name}={value}")

@@ -33,8 +33,8 @@ EXAMPLES = {
     "train launch spirals.py --gpus 2 --epochs 20 --optim.lr 0.01": (
         "Train your own task on two GPUs. Every config field is a flag."
     ),
-    "train launch --script train.py --on-restart '--resume {newest:{run}/*.pt}' -- --out {run}": (
-        "Start your own torchrun program, and restart it after a crash. Its own arguments follow after --"
+    "train launch --script train.py --on-restart --resume -- --out {run}": (
+        "Start your own torchrun program. Its arguments follow after --; a restart adds --resume."
     ),
 }
 

@@ -170,7 +170,7 @@ def test_what_stands_after_two_dashes_is_the_scripts() -> None:
 def test_two_dashes_mean_nothing_without_a_script(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
         cli.main(arguments)
-    assert end.value.code == 2 and "takes arguments after --" in capsys.readouterr().err
+    assert end.value.code == 2 and "arguments after --" in capsys.readouterr().err
 
 
 def test_a_switch_takes_no_value() -> None:
