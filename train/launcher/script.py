@@ -161,9 +161,8 @@ def _found(full: str, places: list[str] | None) -> ModuleSpec | None:
 
 def _opens_session(file: Path) -> bool:
     text = script_command.source(file)
-    return all(
-        re.search(part, text, re.MULTILINE) for part in (rb"^\s*(import|from)\s+trainstation\b", rb"\bsession\(")
-    )
+    imports_it = re.search(rb"^\s*(import\s(.*,)?|from\s)\s*trainstation\b", text, re.MULTILINE)
+    return imports_it is not None and re.search(rb"\bsession\(", text) is not None
 
 
 def _ports_in_use(files: Iterable[Path]) -> list[str]:

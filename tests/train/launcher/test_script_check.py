@@ -41,6 +41,7 @@ def test_a_script_of_which_nothing_says_that_it_continues_is_named(tmp_path: Pat
     assert [BEGINS_ANEW in line for line in warnings(path, "import torch", None)] == [True]
     assert not warnings(path, "import torch", "")
     assert not warnings(path, "import torch\nimport trainstation as ts\nloop = ts.session(seed=0)", None)
+    assert not warnings(path, "import torch, trainstation as ts\nloop = ts.session(seed=0)", None)
     (tmp_path / "loop.py").write_text("def main():\n    from trainstation import session\n    session()\n")
     assert not warnings(path, "import loop", None)
     assert warnings(path, "# import trainstation\nsession()", None)
