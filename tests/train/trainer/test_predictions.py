@@ -105,7 +105,7 @@ def test_tensors_are_kept_without_the_memory_that_they_are_a_part_of(tmp_path: P
     predictions.add(1, {"a": large[:, 0], "b": [{"box": row[:2]} for row in large]}, 4)
     predictions.add(0, {"a": 2 * large[:, 0], "b": [{"box": row[:1]} for row in large]}, 4)
     predictions.collect()
-    whole = predictions._joined()
+    whole = predictions.joined()
     assert whole["a"].tolist() == [2] * 4 + [1] * 4 and whole["a"].dtype == torch.float32
     assert [len(item["box"]) for item in whole["b"]] == [1] * 4 + [2] * 4
     assert all(item["box"].untyped_storage().nbytes() <= 8 for item in whole["b"])
