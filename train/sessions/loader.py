@@ -195,6 +195,7 @@ class Loader:
             if started and not self._workers:
                 atexit.register(_end_workers, weakref.ref(self), os.getpid())
             self._workers = started or self._workers
+            _started.update(started)
         try:
             yield from self._iterator
         finally:
@@ -202,15 +203,23 @@ class Loader:
                 self._iterator = None  # which ends its workers
 
 
+_started: weakref.WeakSet[Any] = weakref.WeakSet()
+"""Data workers of this process. One may outlive its loader: after an error torch does not end it."""
+
+
 def _end_workers(loader: weakref.ref[Loader], rank: int) -> None:
     """End the workers when Python ends: it would wait for them forever, because they ignore its SIGTERM."""
-    if (left := loader()) is None or os.getpid() != rank:  # a fork of the rank
+    if os.getpid() != rank:  # a fork of the rank
         return
+    left = loader()
     try:
-        getattr(left._iterator, "_shutdown_workers", lambda: None)()
+        getattr(left and left._iterator, "_shutdown_workers", lambda: None)()
     finally:
-        for worker in left._workers:  # stuck in a sample
-            worker.kill()
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler would report those that are killed here
+        for worker in multiprocessing.active_children():
+            if worker in _started:  # stuck in a sample, or its loader is gone
+                worker.kill()
+                worker.join(5)
 
 
 def _check_options(dataset: Any, options: dict[str, Any]) -> None:
