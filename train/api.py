@@ -1,7 +1,6 @@
 """Runs from Python: launch, find and list them, wait for them, and use what they have learned.
 
-    import trainstation as ts
-    run = ts.launch("digits", name="first", nproc=2, epochs=5, optim={"lr": 0.1})
+    run = trainstation.launch("digits", name="first", nproc=2, epochs=5, optim={"lr": 0.1})
     run.wait()
 
 A call is written as a command line and read by the parser of that command. So Python knows every flag, and refuses what

@@ -84,7 +84,7 @@ def test_ls_filters_sorts_and_limits(runs: Path, station: Station) -> None:
     assert listed("-n", 2) == ["exp-10", "other"]
     assert listed("--sort", "created", "--limit", 2, "--reverse") == ["other", "exp-10"]
     assert listed("--sort", "name", "-n", 3) == ["exp-1", "exp-10", "exp-2"]
-    assert listed("--sort", "step", "--limit", 2) == ["exp-2", "exp-10"]
+    assert listed("--sort", "step", "--limit", 2) == ["exp-2", "other"]
     assert listed("--sort", "loss") == ["exp-2", "other", "exp-1", "exp-10"]
     assert listed("--sort", "loss", "--reverse") == ["exp-1", "other", "exp-2", "exp-10"]
     assert json.loads(station.ok("--runs", runs, "ls", "--json", "zzz*").stdout) == []
@@ -105,7 +105,7 @@ def test_ls_shows_and_sorts_by_fields_and_figures(runs: Path, station: Station) 
 
     by_accuracy = listed("--columns", "name,optim.lr,accuracy,loss,step", "--sort", "accuracy", "--csv")
     assert by_accuracy == [
-        "name,optim.lr,accuracy,loss,step", "exp-1,0.1,0.1,0.5,3", "exp-2,0.01,,0.1,9", "exp-10,,,,5", "other,,,0.3,"
+        "name,optim.lr,accuracy,loss,step", "exp-1,0.1,0.1,0.5,3", "exp-2,0.01,,0.1,9", "exp-10,,,,5", "other,,,0.3,7"
     ]  # fmt: skip
     assert [line.split()[0] for line in listed("--columns", "name", "--sort", "optim.lr")[1:3]] == ["exp-2", "exp-1"]
     assert listed("--columns", "name,val.f1", "exp-1")[1].split() == ["exp-1", "0.9"]
