@@ -221,7 +221,7 @@ class State:
         return True
 
     def _note_saved(self, step: int) -> None:
-        self._place.run.note(saved_step=step)
+        self._place.run.note(saved_step=step, step=step)  # a script may log no lines
 
     def _content(
         self, position: Position, values: dict[str, Any], metrics_bytes: int, write: Callable[[Path], None] | None

@@ -220,6 +220,7 @@ def steps(kill: int = -1) -> None:
 def test_a_loop_without_a_loader(tmp_path: Path) -> None:
     runs = [made(tmp_path, name) for name in ("calm", "killed")]
     assert attempt(runs[1], steps, 7)[0] == KILLED
+    assert runs[1].read()["step"] == 6
     for run in runs:
         assert attempt(run, steps) == (0, "")
     assert result(runs[0]) == result(runs[1])
