@@ -245,7 +245,9 @@ def _is_installed(path: Path) -> bool:
 
 @functools.cache
 def _of_python() -> list[Path]:
-    return [Path(sysconfig.get_path("stdlib")), Path(sysconfig.get_path("platstdlib")), Path(__file__).parents[1]]
+    own = Path(__file__).parents[1]
+    standard = [Path(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib")]
+    return [*standard, own, own.parent / "trainstation"]
 
 
 def _data(program: Path, beside: Path, tops: set[str], data: str) -> Iterator[tuple[str, Path]]:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from train.launcher import script
+from train.run import imports
 from train.supervise.programs import BEGINS_ANEW
 
 
@@ -34,6 +35,12 @@ def test_a_port_that_a_script_sets_and_that_is_taken_is_named(tmp_path: Path, li
         assert not warnings(tmp_path / "ddp.py", f"os.environ.setdefault('MASTER_PORT', '{port}')")
     assert not warnings(tmp_path / "ddp.py", line.format(port))
     assert not warnings(tmp_path / "ddp.py", "port = os.environ['MASTER_PORT']; retries = 3")
+
+
+def test_this_package_is_no_file_of_a_script(tmp_path: Path) -> None:
+    (tmp_path / "loop.py").write_text("import trainstation as ts\nimport beside")
+    (tmp_path / "beside.py").write_text("")
+    assert [Path(name).name for name in imports.of_script(tmp_path / "loop.py")] == ["loop.py", "beside.py"]
 
 
 def test_a_script_of_which_nothing_says_that_it_continues_is_named(tmp_path: Path) -> None:
