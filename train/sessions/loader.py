@@ -200,7 +200,11 @@ class Loader:
             yield from self._iterator
         finally:
             if not self._loader.persistent_workers:
-                self._iterator = None  # which ends its workers
+                iterator, self._iterator = self._iterator, None
+                getattr(iterator, "_shutdown_workers", lambda: None)()
+                for worker in started:  # after an error torch may leave one
+                    worker.kill()
+                    worker.join(5)
 
 
 _started: weakref.WeakSet[Any] = weakref.WeakSet()

@@ -131,17 +131,17 @@ def test_an_unmodified_script_continues_in_the_folder_of_its_run(shared_station:
 
     kill("left")
     station.ok("stop", "left", "--now")
-    station.ok("mv", "left", "moved")
-    (out("moved") / "go").touch()
-    station.ok("resume", "moved")
-    record = station.wait_for_end("moved")
-    assert (record["state"], len(record["attempts"])) == (states.FINISHED, 3), station.logs("moved")
-    said = station.ok("logs", "moved", "--attempt", "3").stdout
-    newest = out("moved") / "ckpt-1.txt"
+    station.ok("mv", "left", "shifted")
+    (out("shifted") / "go").touch()
+    station.ok("resume", "shifted")
+    record = station.wait_for_end("shifted")
+    assert (record["state"], len(record["attempts"])) == (states.FINISHED, 3), station.logs("shifted")
+    said = station.ok("logs", "shifted", "--attempt", "3").stdout
+    newest = out("shifted") / "ckpt-1.txt"
     assert f"attempt 3 starts with --init=resume --from {newest} (--on-restart)\n" in said
-    assert f"moved begins at step 60 ['--init=resume', '{{epoch}}', '--from', '{newest}']" in said
-    assert (out("moved") / "ckpt-3.txt").read_text() == "100"
-    assert "begins at step 0 ['--init=scratch', '{epoch}']" in station.ok("logs", "moved", "--attempt", "1").stdout
+    assert f"shifted begins at step 60 ['--init=resume', '{{epoch}}', '--from', '{newest}']" in said
+    assert (out("shifted") / "ckpt-3.txt").read_text() == "100"
+    assert "begins at step 0 ['--init=scratch', '{epoch}']" in station.ok("logs", "shifted", "--attempt", "1").stdout
     kill("right")  # its folder is its own, so it has not seen the other one's file
     (out("right") / "go").touch()
     assert station.wait_for_end("right")["state"] == states.FINISHED
