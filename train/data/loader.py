@@ -43,7 +43,7 @@ _DYING = 1.0
 """Seconds to wait for the exit of a worker whose connection is gone."""
 _PREFETCHED = 4
 """Maximum number of micro batches that a worker is asked for ahead."""
-_IGNORED = (*POLITE, signal.SIGHUP)
+IGNORED = (*POLITE, signal.SIGHUP)
 """Signals that workers ignore: else a save would wait for their data forever."""
 
 
@@ -67,13 +67,27 @@ class _Fetching(Dataset[Any]):
         return pickled((micro, batch, [one.portable() for one in bad]))
 
 
-class _Sampler:
+class PlanSampler:
     """Gives DataLoader its indices. Every pass over the loader takes the current plan."""
 
     plan: Iterator[MicroBatch] = iter(())
 
     def __iter__(self) -> Iterator[MicroBatch]:
         return self.plan
+
+
+@contextlib.contextmanager
+def new_workers() -> Iterator[list[Any]]:
+    """Context manager in which a DataLoader starts its workers. Its list has them afterwards, also if that fails."""
+    others = set(multiprocessing.active_children())
+    found: list[Any] = []
+    # until a worker ignores them, torch's handler or the rank's would end it
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, IGNORED)
+    try:
+        yield found
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        found += [child for child in multiprocessing.active_children() if child not in others]
 
 
 class Loader:
@@ -126,7 +140,7 @@ class Loader:
             threads.check()
         self.ahead = workers * _PREFETCHED + (AHEAD if workers else 0)
         """Maximum number of micro batches that are taken from a plan after the one that was asked for last."""
-        self._sampler = _Sampler()
+        self._sampler = PlanSampler()
         skips = skipped is not None
         sets = [(TRAINING, train_set), *((name or EVALUATION, each) for name, each in eval_sets.items())]
         # at the first batch, for no GPU is chosen yet; once, though training and evaluation may share a tensor
@@ -151,14 +165,10 @@ class Loader:
             self._start_workers()
 
     def _start_workers(self) -> None:
-        others = set(multiprocessing.active_children())
-        # until a worker ignores them, torch's handler or the rank's would end it
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, _IGNORED)
         try:
-            self._iterator = iter(self._loader)  # a first pass, over nothing, starts the workers
+            with new_workers() as self._workers:
+                self._iterator = iter(self._loader)  # a first pass, over nothing, starts the workers
         finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
-            self._workers = [child for child in multiprocessing.active_children() if child not in others]
             if self._iterator is None:  # no memory for another process, perhaps
                 self.close()
 
@@ -264,9 +274,9 @@ def begin_worker(_: int, rank: int) -> None:
     A forked process shares its parent's open files and their read positions. Two workers that seek and read through one
     handle (a plain file, h5py, sqlite, zipfile) would get each other's bytes.
     """
-    for number in _IGNORED:
+    for number in IGNORED:
         signal.signal(number, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, _IGNORED)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, IGNORED)
     sys.excepthook = end_without_files
     breakpoints.refuse("a data worker has no terminal; use --data.workers 0")
     end_with_parent(rank)  # a killed rank's workers go with it and release the run's lock

@@ -28,11 +28,10 @@ from . import metrics
 from .metrics import Lines, metrics_text
 from .progress_lines import Folding
 from .run_folder import Run, seconds_of
-from .spec import read_spec
+from .spec import RUN, read_spec
 
 TENSORBOARD = "tensorboard:"
 """Prefix of --figures for a file or folder that TensorBoard's writer has written."""
-_RUN = "{run}"
 _LOOK_EVERY = 0.25
 """Seconds between two looks."""
 _SEARCH_EVERY = 2.0
@@ -60,7 +59,7 @@ def check(texts: Sequence[str]) -> None:
             if find_spec("tensorboard") is None:
                 raise Refused(f"--figures {text} needs a package; install it: uv pip install tensorboard")
             if not text.removeprefix(TENSORBOARD).strip():
-                raise Refused(f"--figures {text}: give a file or folder, such as tensorboard:{_RUN}/tb")
+                raise Refused(f"--figures {text}: give a file or folder, such as tensorboard:{RUN}/tb")
             continue
         _expression(text)
 
@@ -240,7 +239,7 @@ def sources_of(run: Run, attempt: int) -> list[Source]:
     found: list[Source] = []
     for text in spec.figures:
         if text.startswith(TENSORBOARD):
-            path = text.removeprefix(TENSORBOARD).replace(_RUN, str(run.path))
+            path = text.removeprefix(TENSORBOARD).replace(RUN, str(run.path))
             found.append(EventReader(Path(spec.cwd or "/", path), math.floor(started)))
         else:
             found.append(OutputReader(run.logs(attempt) / "rank0.log", text))

@@ -16,6 +16,8 @@ from .run_folder import Run
 
 TASK, SCRIPT, SESSION = "task", "script", "session"
 """The programs. supervise/programs.py has a class for each."""
+RUN = "{run}"
+"""Stands for the path of the run folder in what a user gives a script."""
 MAX_RESTARTS = 3
 """Maximum number of restarts in a row without a new checkpoint, where neither the user nor run.json says another."""
 

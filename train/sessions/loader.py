@@ -23,15 +23,13 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
 from ..data.fetch import gatherer
-from ..data.loader import open_files_again
+from ..data.loader import IGNORED, PlanSampler, new_workers, open_files_again
 from ..data.plan import MicroBatch, Plan, Sharing, micro_batches_of
 from ..data.to_device import to_device
 from ..errors import Refused
-from ..signals import POLITE, end_with_parent
+from ..signals import end_with_parent
 from . import seeds
 
-_IGNORED = (*POLITE, signal.SIGHUP)
-"""Signals that data workers ignore: a stop request that reaches the whole process group is the rank's to answer."""
 _NOT_TAKEN = {
     "sampler": "the session orders the samples; leave it out (shuffle=False keeps the order of the data set)",
     "batch_sampler": "the session makes the batches; give batch_size, the size of the global batch",
@@ -93,7 +91,7 @@ class Loader:
         # the last batch of an epoch is shared equally too, so its parts are smaller
         self._short_plan = dataclasses.replace(self._plan, micro_batch_size=rest // size) if rest else None
         self._fetching = _Fetching(dataset, collate_fn)
-        self._sampler = _Sampler()
+        self._sampler = PlanSampler()
         self._loader = _data_loader(self._fetching, self._sampler, options)
         self._epoch = self._batch = 0
         self._iterator: Any = None
@@ -184,14 +182,10 @@ class Loader:
             yield micro
 
     def _fetch_by_loader(self) -> Iterator[Any]:
-        others = set(multiprocessing.active_children())
-        # until a worker ignores them, they would end it
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, _IGNORED)
         try:
-            self._iterator = iter(self._loader)
+            with new_workers() as started:
+                self._iterator = iter(self._loader)
         finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
-            started = [child for child in multiprocessing.active_children() if child not in others]
             if started and not self._workers:
                 atexit.register(_end_workers, weakref.ref(self), os.getpid())
             self._workers = started or self._workers
@@ -267,7 +261,7 @@ def _check_sizes(length: int, batch_size: int, size: int, *, drop_last: bool) ->
     return rest
 
 
-def _data_loader(fetching: _Fetching, sampler: _Sampler, options: dict[str, Any]) -> DataLoader[Any]:
+def _data_loader(fetching: _Fetching, sampler: PlanSampler, options: dict[str, Any]) -> DataLoader[Any]:
     options = {**options, "worker_init_fn": _BeginWorker(os.getpid(), options.get("worker_init_fn"))}
     try:
         # anything to iterate over is enough for a sampler
@@ -281,15 +275,6 @@ def _data_loader(fetching: _Fetching, sampler: _Sampler, options: dict[str, Any]
 def _unchanged(batch: Any) -> Any:
     """DataLoader's own function here would change arrays into tensors."""
     return batch
-
-
-class _Sampler:
-    """Gives DataLoader its indices. Every pass takes the current plan."""
-
-    plan: Iterator[MicroBatch] = iter(())
-
-    def __iter__(self) -> Iterator[MicroBatch]:
-        return self.plan
 
 
 class _Fetching(Dataset[Any]):
@@ -323,9 +308,9 @@ class _BeginWorker:
         self._rank, self._users = rank, users
 
     def __call__(self, number: int) -> None:
-        for signum in _IGNORED:
+        for signum in IGNORED:
             signal.signal(signum, signal.SIG_IGN)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, _IGNORED)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, IGNORED)
         if os.getppid() == self._rank:  # not with forkserver
             end_with_parent(self._rank)
             with contextlib.suppress(OSError):  # then the file stays shared, as under a bare DataLoader

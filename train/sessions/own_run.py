@@ -27,7 +27,7 @@ _PATIENCE = 30.0
 """Seconds the ranks of the attempt before get to end after torchrun has restarted them."""
 
 
-def is_under_torchrun() -> bool:
+def is_of_torchrun() -> bool:
     """Whether torchrun has started this process. It restarts ranks that exit with another code than 0."""
     return "TORCHELASTIC_RUN_ID" in os.environ
 
@@ -42,7 +42,7 @@ class OwnRun:
     def __init__(self, *, ranks: int, stop: StopRequest) -> None:
         program = _program()
         self.run, self._lock = _open(program, ranks)
-        self._name, is_torchrun = self.run.name, is_under_torchrun()
+        self._name, is_torchrun = self.run.name, is_of_torchrun()
         mode = LaunchMode.TORCHRUN if is_torchrun else LaunchMode.FOREGROUND
         self._alone = Alone(
             self.run, read_spec(self.run), ranks=ranks, stop=stop, mode=mode, is_for_look=not is_torchrun
@@ -59,7 +59,7 @@ class OwnRun:
                 screen.remark(decision.message)
         self._alone.close()
         is_refused = reported is not None and reported.kind is Kind.REFUSED
-        will_restart = is_under_torchrun() and not is_refused
+        will_restart = is_of_torchrun() and not is_refused
         if decision is None or decision.state == states.FINISHED or self.run.newest_checkpoint or will_restart:
             return
         with contextlib.suppress(Refused, OSError):
@@ -92,7 +92,7 @@ def _open(program: Mapping[str, Any], ranks: int) -> tuple[Run, Lock]:
     """Make the run folder, or find it again after torchrun has restarted this process. Takes its lock."""
     runs = Path(os.environ.get("TRAIN_RUNS") or "runs").absolute()
     made, job = None, ""
-    if is_under_torchrun():
+    if is_of_torchrun():
         job = f"{os.environ['TORCHELASTIC_RUN_ID']}/{os.getppid()}"
         if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
             made = next((run for run in folders.every(runs) if _job_of(run) == job), None)

@@ -278,7 +278,7 @@ class Place:
 
     @property
     def _stop_code(self) -> int:
-        is_restarted = not _is_launched() and own_run.is_under_torchrun()
+        is_restarted = not _is_launched() and own_run.is_of_torchrun()
         return 0 if is_restarted else EXIT_STOPPED
 
     def _failed(self, error: BaseException) -> None:

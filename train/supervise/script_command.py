@@ -14,10 +14,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from ..errors import Refused
-from ..run.spec import Spec
+from ..run.spec import RUN, Spec
 
-RUN = "{run}"
-"""Stands for the path of the run folder."""
 _OPENS = "{newest:"
 _BRACES = re.compile(r"\{run\}|\{newest:(?P<glob>(?:\{run\}|[^{}])*)\}")
 _PORT = re.compile(rb"""MASTER_PORT['"]?\s*(?:\]\s*=|:|=)\s*(?:str\()?['"]?(\d{2,5})\b""")
