@@ -102,6 +102,7 @@ class Ranks(abc.ABC):
         try:
             if self._zygote.is_lost:
                 self._zygote = self._zygote.again()
+            self._zygote.adopt_orphans()
             self._start(spec, attempt)
         except (OSError, Refused) as error:  # the machine has no resources for a process
             self.problem = one_line(error if isinstance(error, Refused) else f"{type(error).__name__}: {error}")
@@ -144,13 +145,20 @@ class Ranks(abc.ABC):
         return self._is_foreground and rank_env.rank == 0
 
     def wait(self) -> bool:
-        """Wait a moment. Returns whether all ranks have ended."""
+        """Wait a moment. Returns whether all ranks have ended, with all that they have started."""
         if len(self._codes) < len(self._pids):
             ended = self._zygote.ended(_WAIT)
             codes = {rank: ended[pid] for rank, pid in self._pids.items() if pid in ended}
             self._codes |= codes
             self._note_first({rank: code for rank, code in codes.items() if code and rank not in self._signalled})
-        return len(self._codes) == len(self._pids)
+        has_ended = len(self._codes) == len(self._pids)
+        if has_ended:
+            self._end_rest()
+        return has_ended
+
+    def _end_rest(self) -> None:
+        """End what the ranks have left behind: it would keep ports, GPU memory and the lock of the run."""
+        self._zygote.end_orphans()
 
     def _note_first(self, failed: dict[int, int]) -> None:
         """Note the exit codes of ranks that failed by themselves.
@@ -258,7 +266,6 @@ class ScriptRanks(Ranks):
         }  # fmt: skip
         if self.count > 1:  # as torchrun does
             common["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", "1")
-        self._zygote.adopt_orphans()
         for rank_env in self.rank_envs:
             role = {"ROLE_RANK": str(rank_env.rank)}
             self._fork("script_rank", [start.command], attempt, rank_env, common | role | _of_rank(rank_env), [])
@@ -288,12 +295,9 @@ class ScriptRanks(Ranks):
             self._zygote.signal(self._store, signal.SIGKILL)
         self._store = None
 
-    def wait(self) -> bool:
-        has_ended = super().wait()
-        if has_ended:
-            self._end_store()
-            self._zygote.end_orphans()  # they would keep ports, GPU memory and the lock
-        return has_ended
+    def _end_rest(self) -> None:
+        self._end_store()
+        super()._end_rest()
 
 
 def _free_port() -> int:

@@ -152,17 +152,17 @@ def test_what_nothing_says_to_continue_is_not_restarted_and_that_is_said(shared_
     (station.folder / "dies.py").write_text(
         "import os, time\nif 'stay' in os.sys.argv: time.sleep(999)\nos.kill(os.getpid(), 9)"
     )
-    said = station.ok("launch", "--script", "dies.py", "--name", "alone").stderr
+    said = station.ok("launch", "--script", "dies.py", "--name", "unasked").stderr
     assert f"warning: a restart of dies.py {begins}; if it can continue: --on-restart 'ARGS'" in said
-    record = station.wait_for_end("alone")
+    record = station.wait_for_end("unasked")
     assert (record["state"], len(record["attempts"])) == (states.FAILED, 1)
-    assert f"  on restart   {begins}\n" in station.ok("show", "alone").stdout
+    assert f"  on restart   {begins}\n" in station.ok("show", "unasked").stdout
     # from now on
-    station.ok("resume", "alone", "--on-restart", "")
-    record = station.wait_for_end("alone")
+    station.ok("resume", "unasked", "--on-restart", "")
+    record = station.wait_for_end("unasked")
     assert (record["state"], len(record["attempts"])) == (states.FAILED, 5)  # three restarts
-    assert "  on restart   continues by itself\n" in station.ok("show", "alone").stdout
-    refused = station("resume", "alone", "--on-restart", "{newest:}")
+    assert "  on restart   continues by itself\n" in station.ok("show", "unasked").stdout
+    refused = station("resume", "unasked", "--on-restart", "{newest:}")
     assert (refused.returncode, refused.stderr.count("\n")) == (2, 1)
     said = station.ok("launch", "--script", "dies.py", "--name", "known", "--on-restart", "", "--", "stay").stderr
     assert said == ""

@@ -257,11 +257,16 @@ def test_what_a_zygote_has_forked_dies_with_it_and_with_who_has_asked_for_it(zyg
     is_ended(second)
 
 
-def test_a_task_with_a_server_of_its_own_is_launched_and_lets_go_of_its_run(station: Station) -> None:
-    server = (
-        "import multiprocessing\n    globals()['kept'] = multiprocessing.get_context('fork').Manager().dict()\n    "
-    )
-    (station.folder / "serves.py").write_text(TASK.replace('    if "RANK" not in', f'    {server}if "RANK" not in'))
+SERVERS = {
+    "manager": "import multiprocessing\n    globals()['kept'] = multiprocessing.get_context('fork').Manager().dict()",
+    "session": "if not os.fork():\n        os.setsid()\n        import time\n        time.sleep(1000)",
+}
+
+
+@pytest.mark.parametrize("server", SERVERS)
+def test_a_task_with_a_server_of_its_own_is_launched_and_lets_go_of_its_run(server: str, station: Station) -> None:
+    begins = f'    {SERVERS[server]}\n    if "RANK" not in'
+    (station.folder / "serves.py").write_text(TASK.replace('    if "RANK" not in', begins))
     process = station.start("launch", "serves.py", "--name", "s", "--nproc", 2, "--steps", 2, *QUICK, "--follow")
     try:
         assert process.wait(90) == 0, process.stdout.read()

@@ -1,0 +1,38 @@
+"""No two tests give one name to a run in a folder that they share: which of them fails would depend on their order."""
+
+from __future__ import annotations
+
+import ast
+import itertools
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+FOLDER = Path(__file__).parent
+SHARED = {"shared_station", "finished", "engine", "steady"}
+"""Fixtures whose runs lie in one folder for all tests of a worker."""
+REFUSED = "never"
+"""Prefix of the names of runs that are refused: no folder is left."""
+
+
+def names(function: ast.FunctionDef) -> Iterator[str]:
+    """Yield the names that a test writes out: engine.run("NAME"), engine.fork("OF", "NAME") and "--name", "NAME"."""
+    for call in (node for node in ast.walk(function) if isinstance(node, ast.Call)):
+        words = [one.value if isinstance(one, ast.Constant) else None for one in call.args]
+        match call.func:
+            case ast.Attribute(value=ast.Name(id="engine" | "steady"), attr="run" | "fork" as attr):
+                found = words[:1] if attr == "run" else words[1:2]
+            case _:
+                found = [after for word, after in itertools.pairwise(words) if word == "--name"]
+        yield from (one for one in found if isinstance(one, str) and not one.startswith(REFUSED))
+
+
+def test_a_shared_folder_has_one_run_of_each_name() -> None:
+    users = defaultdict(set)
+    for file in sorted(FOLDER.rglob("test_*.py")):
+        for function in ast.parse(file.read_text()).body:
+            if isinstance(function, ast.FunctionDef) and SHARED & {one.arg for one in function.args.args}:
+                for name in names(function):
+                    users[name].add(f"{file.relative_to(FOLDER)}: {function.name}")
+    assert len(users) > 100
+    assert not {name: tests for name, tests in users.items() if len(tests) > 1}
