@@ -30,6 +30,10 @@ doctor: ## check this machine before anything is installed; needs only Python 3.
 demo: setup ## train on scans of handwritten digits with two processes, on any machine, in a minute
 	@scripts/demo.sh $(ARGS)
 
+.PHONY: course
+course: setup ## run the notebooks of the course and store what they print; some only: make course IN="02 06"
+	@$(PY) scripts/course.py $(IN)
+
 # The database of hypothesis lies in a folder that the station can write to.
 export HYPOTHESIS_STORAGE_DIRECTORY := tests/.hypothesis
 

@@ -1,0 +1,240 @@
+#!/usr/bin/env python3
+"""Executes the notebooks of the course and stores what they print: `make course`, or `make course IN="02 06"`.
+
+Each English notebook runs in an empty folder with its own runs, as in a fresh station. Its outputs are stored in it and
+in the Chinese notebook of the same name, which has the same code. The rules that tests/notebooks checks are here, too.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+import os
+import re
+import shutil
+import sys
+import tempfile
+import time
+import tokenize
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import nbformat
+from nbclient import NotebookClient
+
+COURSE = Path(__file__).resolve().parents[1] / "notebooks"
+LIMIT = 120
+"""Seconds that a notebook may take on two cores."""
+LARGEST = 400_000
+"""Maximum size of a stored notebook, in bytes."""
+PLACE = "/workspace/projects/course"
+"""The folder in which people run the course in the station."""
+WORDS = {"": ("## Exercises", "Solution"), "zh": ("## 练习", "参考答案")}
+"""Maps the folder of a language to the heading of the exercises and the title of a solution."""
+_ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+_LINK = re.compile(r"\]\(([^)\s]+)\)")
+_CODE = re.compile(r"`[^`\n]+`")
+
+
+def notebooks(language: str = "") -> list[Path]:
+    return sorted((COURSE / language).glob("*.ipynb"))
+
+
+def read(path: Path) -> Any:
+    return nbformat.read(path, as_version=4)
+
+
+def execute(path: Path, folder: Path) -> Any:
+    """Run all cells of a notebook with this folder as the current one. Returns the notebook with its outputs.
+
+    Raises:
+        CellExecutionError: a cell fails, and is not tagged `raises-exception`.
+    """
+    notebook = read(path)
+    here = str(Path(sys.executable).parent)
+    os.environ["PATH"] = os.pathsep.join([here, os.environ["PATH"]])
+    os.environ["TRAIN_RUNS"] = str(folder / "runs")
+    work = folder / "course"
+    work.mkdir()
+    for variable in ("COLUMNS", "LINES", "TMUX"):
+        os.environ.pop(variable, None)
+    client = NotebookClient(
+        notebook, timeout=LIMIT * 3, kernel_name="python3", store_widget_state=False, record_timing=False,
+        resources={"metadata": {"path": str(work)}},
+    )  # fmt: skip
+    client.execute()
+    for cell in notebook.cells:
+        cell.metadata.pop("execution", None)
+        for output in cell.get("outputs", []):
+            _clean(output, {str(work): PLACE, str(folder): "/workspace", str(COURSE.parent): "/workspace"})
+        if "outputs" in cell:
+            cell.outputs = _joined(cell.outputs)
+    return notebook
+
+
+def _clean(output: Any, places: dict[str, str]) -> None:
+    """Replace paths of this machine, and leave out what a terminal overwrites."""
+
+    def plain(text: str) -> str:
+        text = _ESCAPES.sub("", text)
+        for real, shown in places.items():
+            text = text.replace(os.path.realpath(real), shown).replace(real, shown)
+        text = text.replace(os.uname().nodename, "station")
+        return "\n".join(line.rstrip("\r").rsplit("\r", 1)[-1] for line in text.split("\n"))
+
+    if "text" in output:
+        output.text = plain(output.text)
+    for kind, value in output.get("data", {}).items():
+        if isinstance(value, str) and not kind.startswith("image/"):
+            output.data[kind] = plain(value)
+    output.get("metadata", {}).clear()
+
+
+def _joined(outputs: list[Any]) -> list[Any]:
+    """Join neighbouring texts of one stream: how they were cut depends on the clock."""
+    joined: list[Any] = []
+    for output in outputs:
+        if joined and output.output_type == "stream" == joined[-1].output_type and output.name == joined[-1].name:
+            joined[-1].text += output.text
+        else:
+            joined.append(output)
+    return joined
+
+
+def store(notebook: Any, path: Path) -> None:
+    """Write a notebook so that a second execution changes only what it prints."""
+    kernel = {"display_name": "Python 3 (ipykernel)", "language": "python", "name": "python3"}
+    notebook.metadata = nbformat.from_dict({"kernelspec": kernel, "language_info": {"name": "python"}})
+    notebook.nbformat, notebook.nbformat_minor = 4, 5
+    for number, cell in enumerate(notebook.cells):
+        cell.id = f"cell-{number:02}"
+    nbformat.validate(notebook)
+    nbformat.write(notebook, path)
+
+
+def take_outputs(chinese: Any, english: Any) -> None:
+    """Copy the outputs of cells with the same code."""
+    pairs = zip(code_cells(chinese), code_cells(english), strict=True)
+    for own, other in pairs:
+        own.outputs, own.execution_count = other.outputs, other.execution_count
+
+
+def code_cells(notebook: Any) -> list[Any]:
+    return [cell for cell in notebook.cells if cell.cell_type == "code"]
+
+
+# --- rules
+
+
+def without_comments(source: str) -> str:
+    """Return code without comments and empty lines. Magics (`!`, `%`) stay, and so does all below `%%bash`."""
+    head, _, rest = source.partition("\n") if source.startswith("%%") else ("", "", source)
+    if head and not head.startswith("%%writefile"):
+        return source
+    masked = re.sub(r"^(\s*)([!%].*)$", lambda m: f"{m[1]}{'__magic__'}({m[2]!r})", rest, flags=re.MULTILINE)
+    try:
+        tokens = list(tokenize.generate_tokens(io.StringIO(masked).readline))
+    except (tokenize.TokenError, SyntaxError):  # a file that is not Python
+        return source
+    kept = [(kind, text) for kind, text, *_ in tokens if kind not in (tokenize.COMMENT, tokenize.NL)]
+    return f"{head}\n" + " ".join(text for kind, text in kept if kind != tokenize.NEWLINE or text)
+
+
+def faults(path: Path) -> Iterator[str]:
+    """Yield what is wrong with a stored notebook, one line each."""
+    notebook, raw = read(path), path.read_text()
+    heading, title = WORDS["zh" if path.parent.name == "zh" else ""]
+    texts = [cell.source for cell in notebook.cells if cell.cell_type == "markdown"]
+    first = notebook.cells[0].source
+    if not first.startswith(f"# {int(path.name[:2])}. ") or not re.search(r"[?\uff1f]", first):  # or the Chinese one
+        yield "the first cell does not begin with `# NUMBER. Title` and ask a question"
+    last = "\n".join(texts)
+    exercises = last.partition(f"\n{heading}\n" if not last.startswith(heading) else heading)[2] or ""
+    if (found := exercises.count(f"<summary>{title}</summary>")) != 3:
+        yield f"below {heading} there are {found} folded solutions ({title}), not 3"
+    if exercises.count("<details>") != exercises.count("</details>"):
+        yield "a folded solution is not closed"
+    for target in (target for text in texts for target in _LINK.findall(text) if target.endswith(".ipynb")):
+        if not (path.parent / target).is_file():
+            yield f"a link leads to {target}, which does not exist"
+    for number, cell in enumerate(code_cells(notebook), 1):
+        if cell.execution_count != number:
+            yield f"code cell {number} was not executed after the one before: make course IN={path.name[:2]}"
+        errors = [one for one in cell.outputs if one.output_type == "error"]
+        if errors and "raises-exception" not in cell.metadata.get("tags", []):
+            yield f"code cell {number} failed: {errors[0].ename}"
+    outside = re.sub(r'"image/png": "[^"]*"', "", raw)
+    if found_paths := re.findall(r"(?:/tmp/|/root/|/home/(?!dev)|/work/)[\w./-]*", outside):
+        yield f"it holds paths of a machine: {found_paths[0]}"
+    if len(raw.encode()) > LARGEST:
+        yield f"it has {len(raw.encode())} bytes; at most {LARGEST} are stored"
+
+
+def differences(chinese: Path, english: Path) -> Iterator[str]:
+    """Yield how two languages of a notebook differ in more than their words, one line each."""
+    one, other = read(chinese).cells, read(english).cells
+    if [cell.cell_type for cell in one] != [cell.cell_type for cell in other]:
+        yield f"their cells are not of the same kinds: {len(one)} and {len(other)}"
+        return
+    for number, (own, its) in enumerate(zip(one, other, strict=True)):
+        where = f"cell {number}"
+        if own.cell_type == "code":
+            if without_comments(own.source) != without_comments(its.source):
+                yield f"{where}: the code differs"
+            if own.get("outputs") != its.get("outputs"):
+                yield f"{where}: the outputs differ: make course IN={english.name[:2]}"
+            continue
+        for what, shape in SHAPES.items():
+            if (mine := shape(own.source)) != (wanted := shape(its.source)):
+                yield f"{where}: {what} differ: {mine} and {wanted}"
+
+
+SHAPES: dict[str, Any] = {
+    "headings": lambda text: [len(mark) for mark in re.findall(r"^(#+) ", text, re.MULTILINE)],
+    "rows of tables": lambda text: [line.count("|") for line in text.splitlines() if line.startswith("|")],
+    "links": lambda text: sorted(_LINK.findall(text)),
+    "fenced blocks": lambda text: [
+        without_comments(block) for block in re.findall(r"^ *```\w*\n(.*?)^ *```", text, re.MULTILINE | re.DOTALL)
+    ],
+    "code": lambda text: sorted(set(_CODE.findall(re.sub(r"^ *```.*?^ *```", "", text, flags=re.M | re.S)))),
+}
+"""What two languages of a text have in common."""
+
+
+def picture_sizes(notebook: Any) -> list[int]:
+    """Return the sizes of the stored pictures, in bytes."""
+    data = [one.get("data", {}).get("image/png") for cell in code_cells(notebook) for one in cell.outputs]
+    return [len(base64.b64decode(one)) for one in data if one]
+
+
+def main(wanted: list[str]) -> int:
+    chosen = [path for path in notebooks() if not wanted or path.name.startswith(tuple(wanted))]
+    if not chosen:
+        print(f"course: no notebook begins with {' or '.join(wanted)}", file=sys.stderr)
+        return 2
+    code = 0
+    for path in chosen:
+        started, folder = time.monotonic(), Path(tempfile.mkdtemp(prefix="course-"))
+        try:
+            notebook = execute(path, folder)
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+        seconds = time.monotonic() - started
+        store(notebook, path)
+        found = list(faults(path))
+        if (chinese := COURSE / "zh" / path.name).exists():
+            translated = read(chinese)
+            take_outputs(translated, notebook)
+            store(translated, chinese)
+            found += [f"zh: {fault}" for fault in (*faults(chinese), *differences(chinese, path))]
+        size = path.stat().st_size // 1000
+        print(f"{path.name}: {seconds:.0f} s, {size} kB, pictures {sum(picture_sizes(notebook)) // 1000} kB")
+        for fault in found:
+            print(f"  {fault}")
+        code = code or bool(found)
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
