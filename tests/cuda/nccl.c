@@ -41,6 +41,7 @@ enum { BYTES_PER_NS = 100, LATENCY_NS = 10000 };
 /* From cuda.c. */
 int cudaMalloc(void **memory, size_t size);
 int cudaFree(void *memory);
+int cudaSetDevice(int device);
 
 enum state { ABSENT, PRESENT, GONE };
 struct place { /* of one rank, in memory that all ranks of a communicator share */
@@ -70,6 +71,7 @@ struct comm {
     pthread_mutex_t busy;
     unsigned long calls, splits;
     _Atomic int error, is_aborted;
+    int is_of_all; /* one of the communicators that one process has for several GPUs */
     double scalars[OWN_OPERATIONS];
     int scalars_used;
 };
@@ -366,6 +368,57 @@ static result collective(enum kind kind, const char *send, char *receive, size_t
     return found;
 }
 
+/* Several GPUs in one process, as nn.DataParallel has them. The calls of a group, one for each GPU, are made at its end
+ * by a thread for each. */
+struct part {
+    pthread_t thread;
+    int device, rank, size, type, operation, root;
+    const char *path, *send;
+    char *receive;
+    comm_t *made, comm;
+    enum kind kind;
+    size_t count;
+    void *stream;
+    result found;
+};
+static _Thread_local struct part parts[MOST_RANKS];
+static _Thread_local int parts_used;
+
+static void *make_part(void *given)
+{
+    struct part *one = given;
+    cudaSetDevice(one->device);
+    one->found = one->made ? attach(one->made, one->path, one->size, one->rank)
+                           : collective(one->kind, one->send, one->receive, one->count, one->type, one->operation,
+                                        one->root, one->comm, one->stream);
+    return NULL;
+}
+static result make_parts(void)
+{
+    result found = OK;
+    for (int i = 0; i < parts_used; i++)
+        if (pthread_create(&parts[i].thread, NULL, make_part, &parts[i]))
+            abort();
+    for (int i = 0; i < parts_used; i++) {
+        pthread_join(parts[i].thread, NULL);
+        found = found ? found : parts[i].found;
+    }
+    parts_used = 0;
+    return found;
+}
+static result take(enum kind kind, const char *send, char *receive, size_t count, int type, int operation, int root,
+                   comm_t comm, void *stream)
+{
+    if (!comm || !comm->is_of_all || !depth)
+        return collective(kind, send, receive, count, type, operation, root, comm, stream);
+    if (parts_used == MOST_RANKS)
+        return fail(comm, INVALID_USAGE, "a group with more than %d calls of one process", MOST_RANKS);
+    parts[parts_used++] = (struct part){.kind = kind, .send = send, .receive = receive, .count = count, .type = type,
+                                        .operation = operation, .root = root, .comm = comm, .stream = stream,
+                                        .device = standin_device()};
+    return OK;
+}
+
 /* Messages from rank to rank. Those of a group move side by side; two between the same ranks keep their order. */
 static int advance(struct operation *one)
 {
@@ -494,8 +547,18 @@ result ncclCommInitRankScalable(comm_t *comm, int size, int rank, int ids, uniqu
 }
 result ncclCommInitAll(comm_t *comms, int count, const int *devices)
 {
-    (void)comms, (void)count, (void)devices;
-    return fail(NULL, INVALID_USAGE, "several GPUs in one process: not here");
+    unique_id id;
+    result found = count > MOST_RANKS ? INVALID_ARGUMENT : ncclGetUniqueId(&id);
+    if (found)
+        return found;
+    for (int i = 0; i < count; i++)
+        parts[i] = (struct part){.made = &comms[i], .path = id.text, .size = count, .rank = i,
+                                 .device = devices ? devices[i] : i};
+    parts_used = count;
+    if (!(found = make_parts()))
+        for (int i = 0; i < count; i++)
+            comms[i]->is_of_all = 1;
+    return found;
 }
 result ncclCommSplit(comm_t comm, int color, int key, comm_t *made, void *config)
 {
@@ -570,19 +633,22 @@ result ncclGroupEnd(void)
 {
     if (!depth)
         return fail(NULL, INVALID_USAGE, "GroupEnd without GroupStart");
-    return --depth ? OK : move_messages();
+    if (--depth)
+        return OK;
+    result found = make_parts();
+    return found ? found : move_messages();
 }
 result ncclAllReduce(const void *send, void *receive, size_t count, int type, int operation, comm_t comm, void *stream)
 {
-    return collective(ALL_REDUCE, send, receive, count, type, operation, 0, comm, stream);
+    return take(ALL_REDUCE, send, receive, count, type, operation, 0, comm, stream);
 }
 result ncclReduce(const void *send, void *receive, size_t count, int type, int operation, int root, comm_t comm, void *stream)
 {
-    return collective(REDUCE, send, receive, count, type, operation, root, comm, stream);
+    return take(REDUCE, send, receive, count, type, operation, root, comm, stream);
 }
 result ncclBroadcast(const void *send, void *receive, size_t count, int type, int root, comm_t comm, void *stream)
 {
-    return collective(BROADCAST, send, receive, count, type, SUM, root, comm, stream);
+    return take(BROADCAST, send, receive, count, type, SUM, root, comm, stream);
 }
 result ncclBcast(void *data, size_t count, int type, int root, comm_t comm, void *stream)
 {
@@ -590,11 +656,11 @@ result ncclBcast(void *data, size_t count, int type, int root, comm_t comm, void
 }
 result ncclAllGather(const void *send, void *receive, size_t count, int type, comm_t comm, void *stream)
 {
-    return collective(ALL_GATHER, send, receive, count, type, SUM, 0, comm, stream);
+    return take(ALL_GATHER, send, receive, count, type, SUM, 0, comm, stream);
 }
 result ncclReduceScatter(const void *send, void *receive, size_t count, int type, int operation, comm_t comm, void *stream)
 {
-    return collective(REDUCE_SCATTER, send, receive, count, type, operation, 0, comm, stream);
+    return take(REDUCE_SCATTER, send, receive, count, type, operation, 0, comm, stream);
 }
 result ncclSend(const void *data, size_t count, int type, int peer, comm_t comm, void *stream)
 {

@@ -5,6 +5,9 @@ rank. The efficiency is the speed-up over the number of ranks. All ways with the
 same processes. Memory is that of processes which do nothing else. "not computing" is the share of a step by which it is
 longer than a step without any exchange, on as many ranks at the same time.
 
+DataParallel is one process over as many GPUs, with the batches of all ranks in one. A process of its own measures it,
+after the others. On a CPU it would only call the module, so it has no figures there.
+
 Over several machines torchrun starts the ranks; the speed-up is then over one rank of the same job without exchange.
 """
 
@@ -24,7 +27,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
-from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from ..build.updates import Update
 from ..config import Config, Parallel, strategies
@@ -35,7 +38,7 @@ from .compare import Way, measure, ratio, torchruns
 
 STEPS = 5
 """Number of steps per block."""
-_BARE, _HAND, _ALONE = "a bare loop", "DDP by hand", "without exchange"
+_BARE, _HAND, _ALONE, _DP = "a bare loop", "DDP by hand", "without exchange", "DataParallel"
 
 
 @dataclass(frozen=True)
@@ -56,10 +59,11 @@ class Subject:
         network: nn.Module = getattr(torchvision.models, self.model)(num_classes=10)
         return network
 
-    def samples(self, device: torch.device) -> tuple[Tensor, Tensor]:
+    def samples(self, device: torch.device, ranks: int = 1) -> tuple[Tensor, Tensor]:
+        """Return the batches of this many ranks in one."""
         generator = torch.Generator().manual_seed(0)
-        inputs = torch.randn(self.batch, *self.shape, generator=generator)
-        return inputs.to(device), torch.randint(10, (self.batch,), generator=generator).to(device)
+        inputs = torch.randn(ranks * self.batch, *self.shape, generator=generator)
+        return inputs.to(device), torch.randint(10, (ranks * self.batch,), generator=generator).to(device)
 
     def precision(self, device: torch.device) -> Precision:
         return Precision("bf16" if device.type == "cuda" and self.model != "mlp" else "fp32", device)
@@ -111,10 +115,14 @@ def bench(folder: Path, times: int, name: str, chosen: list[str], ranks: list[in
             continue
         ways, absent = _ways(subject, size, chosen or usual, local)
         missing += absent
-        rows += _measured(folder, subject, size, ways, times, rows)
+        rows += _measured(folder, subject, size, ways, times, rows, has_dp=gpus > 0 and rank_env is None)
     cores = os.cpu_count() or 1
     if not gpus and max([local] if rank_env else wanted) > cores:
         missing.append(f"a speed-up on more than {cores} ranks, because they share {cores} cores")
+    if not gpus:
+        missing.append(f"{_DP}, because on a CPU it only calls the module")
+    elif rank_env:
+        missing.append(f"{_DP}, because it is one process and torchrun's ranks hold the GPUs")
     where = torch.cuda.get_device_name(0) if gpus else "the CPU, one thread a rank"
     if as_json:
         figures = {"model": name, "device": where, "rows": list(map(dataclasses.asdict, rows)), "missing": missing}
@@ -147,10 +155,13 @@ def _ways(subject: Subject, size: int, chosen: list[str], local: int) -> tuple[d
 
 
 def _measured(
-    folder: Path, subject: Subject, size: int, ways: dict[str, Way], times: int, before: list[Row]
+    folder: Path, subject: Subject, size: int, ways: dict[str, Way], times: int, before: list[Row], has_dp: bool
 ) -> list[Row]:
-    """Return rows of the table. If `rows` is empty, speed-ups are relative to the first one."""
+    """Return rows of the table. If `before` is empty, speed-ups are relative to the first one."""
     blocks = measure(folder, size, ways, STEPS, times)
+    if has_dp and size > 1:
+        ways = ways | {_DP: functools.partial(_by_data_parallel, subject, size)}
+        blocks |= measure(folder, 1, {_DP: ways[_DP]}, STEPS, times)
     seconds = {name: statistics.median(each) / STEPS for name, each in blocks.items()}
     base = before[0].samples_per_s if before else subject.batch / seconds[_ALONE if size > 1 else _BARE]
     rows = []
@@ -160,7 +171,7 @@ def _measured(
         rate = size * subject.batch / seconds[name]
         hand = ratio(blocks[name], blocks[_HAND if size > 1 else _BARE])[0]
         idle = 1 - 1 / ratio(blocks[name], blocks[_ALONE])[0] if size > 1 else None
-        memory = None if torchruns() else _memory(folder, size, ways[name])
+        memory = None if torchruns() else _memory(folder, 1 if name == _DP else size, ways[name])
         rows.append(Row(
             way=name, ranks=size, samples_per_s=rate, speed_up=rate / base, efficiency=rate / base / size,
             not_computing=idle, by_hand=hand, memory=memory,
@@ -182,7 +193,7 @@ def _noting(way: Way, place: str, world: World) -> Callable[[], None]:
         step()
         peak = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         if world.device.type == "cuda":
-            peak = torch.cuda.max_memory_allocated()
+            peak = max(map(torch.cuda.max_memory_allocated, range(torch.cuda.device_count())))
         Path(place, str(world.rank)).write_text(str(peak))
 
     return noted
@@ -190,10 +201,21 @@ def _noting(way: Way, place: str, world: World) -> Callable[[], None]:
 
 def _by_hand(subject: Subject, alone: bool, world: World) -> Callable[[], None]:
     """Make the loop of torch's tutorials, with DDP or without any exchange."""
+    return _loop(subject, world.device, (lambda model: model) if alone else DistributedDataParallel, 1)
+
+
+def _by_data_parallel(subject: Subject, gpus: int, world: World) -> Callable[[], None]:
+    """Make the same loop in one process over the first GPUs."""
+    return _loop(subject, world.device, functools.partial(DataParallel, device_ids=list(range(gpus))), gpus)
+
+
+def _loop(
+    subject: Subject, device: torch.device, wrap: Callable[[nn.Module], nn.Module], ranks: int
+) -> Callable[[], None]:
     torch.manual_seed(0)
-    model, precision = subject.build().to(world.device), subject.precision(world.device)
-    inputs, classes = subject.samples(world.device)
-    call: nn.Module = model if alone else DistributedDataParallel(model)
+    model, precision = subject.build().to(device), subject.precision(device)
+    inputs, classes = subject.samples(device, ranks)
+    call = wrap(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 
     def step() -> None:
@@ -254,4 +276,6 @@ def _table(rows: list[Row], title: str, missing: list[str]) -> str:
             f"| {row.ranks} | {row.way} | {row.samples_per_s:.0f} | {row.speed_up:.2f} | {100 * row.efficiency:.0f} % "
             f"| {idle} | {row.by_hand:.3f} | {memory} |"
         )
+    if not torch.cuda.device_count():
+        lines += [f"| {size} | {_DP} | needs GPUs | | | | | |" for size in sorted({row.ranks for row in rows} - {1})]
     return "\n".join([*lines, *(["", *(f"Not shown: {what}." for what in missing)] if missing else [])])

@@ -94,6 +94,7 @@ def test_scaling_compares_strategies_with_a_hand_written_loop(station: Station) 
         ways = [(size, way) for size in (2, 3) for way in ("DDP by hand", "ddp", "fsdp", "hsdp")]
         assert list(here) == [(1, "a bare loop"), (1, "single"), *ways[:-1]]
         assert found["missing"][0].startswith("hsdp on 3 ranks")
+        assert "DataParallel, because on a CPU it only calls the module" in found["missing"]
     first = here[1, "a bare loop"]["samples_per_s"]
     for (ranks, _), row in here.items():
         assert math.isclose(row["speed_up"], row["samples_per_s"] / first)
@@ -104,7 +105,9 @@ def test_scaling_compares_strategies_with_a_hand_written_loop(station: Station) 
 
 
 @pytest.mark.bench
-@pytest.mark.parametrize("subject,line", [("scaling", "| 2 | ddp | "), ("collective", "2 ranks on ")])
+@pytest.mark.parametrize(
+    "subject,line", [("scaling", "| 2 | DataParallel | needs GPUs |"), ("collective", "2 ranks on ")]
+)
 def test_torchruns_ranks_on_several_machines_measure_together(station: Station, subject: str, line: str) -> None:
     place = f"127.0.0.1:{free_port()}"
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--rdzv-backend", "c10d"]
