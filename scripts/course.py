@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
 """Executes the notebooks of the course and stores what they print: `make course`, or `make course IN="02 06"`.
+`make course IN=--check` executes nothing and prints which rules the stored notebooks break.
 
 Each English notebook runs in an empty folder with its own runs, as in a fresh station. Its outputs are stored in it and
 in the Chinese notebook of the same name, which has the same code. The rules that tests/notebooks checks are here, too.
@@ -9,9 +10,12 @@ from __future__ import annotations
 
 import base64
 import io
+import json
 import os
 import re
+import shlex
 import shutil
+import subprocess
 import sys
 import tempfile
 import time
@@ -63,28 +67,39 @@ def execute(path: Path, folder: Path) -> Any:
         notebook, timeout=LIMIT * 3, kernel_name="python3", store_widget_state=False, record_timing=False,
         resources={"metadata": {"path": str(work)}},
     )  # fmt: skip
-    client.execute()
+    try:
+        client.execute()
+    finally:
+        for record in (folder / "runs").glob("*/run.json"):
+            if json.loads(record.read_text())["state"] == "running":  # a cell started it and did not wait
+                subprocess.run(["train", "stop", record.parent.name, "--now"], capture_output=True, check=False)
+    places = {
+        str(work): PLACE, str(folder): "/workspace",
+        sys.prefix: "/usr/local", sys.base_prefix: "/usr", str(COURSE.parent): "/workspace",
+    }  # fmt: skip
     for cell in notebook.cells:
         cell.metadata.pop("execution", None)
-        for output in cell.get("outputs", []):
-            _clean(output, {str(work): PLACE, str(folder): "/workspace", str(COURSE.parent): "/workspace"})
         if "outputs" in cell:
             cell.outputs = _joined(cell.outputs)
+        for output in cell.get("outputs", []):
+            _clean(output, places)
     return notebook
 
 
 def _clean(output: Any, places: dict[str, str]) -> None:
-    """Replace paths of this machine, and leave out what a terminal overwrites."""
+    """Replace paths of this machine, and leave out colours and what a terminal overwrites."""
 
     def plain(text: str) -> str:
         text = _ESCAPES.sub("", text)
         for real, shown in places.items():
             text = text.replace(os.path.realpath(real), shown).replace(real, shown)
-        text = text.replace(os.uname().nodename, "station")
+        text = re.sub(r"/tmp/ipykernel_\d+/\d+\.py", "cell", text).replace(os.uname().nodename, "station")
         return "\n".join(line.rstrip("\r").rsplit("\r", 1)[-1] for line in text.split("\n"))
 
     if "text" in output:
         output.text = plain(output.text)
+    if "traceback" in output:
+        output.evalue, output.traceback = plain(output.evalue), [plain(part) for part in output.traceback]
     for kind, value in output.get("data", {}).items():
         if isinstance(value, str) and not kind.startswith("image/"):
             output.data[kind] = plain(value)
@@ -92,13 +107,18 @@ def _clean(output: Any, places: dict[str, str]) -> None:
 
 
 def _joined(outputs: list[Any]) -> list[Any]:
-    """Join neighbouring texts of one stream: how they were cut depends on the clock."""
+    """Join the texts of each stream, stdout first: how they were cut and mixed depends on the clock."""
     joined: list[Any] = []
+    streams: dict[str, Any] = {}
     for output in outputs:
-        if joined and output.output_type == "stream" == joined[-1].output_type and output.name == joined[-1].name:
-            joined[-1].text += output.text
-        else:
+        if output.output_type != "stream":
             joined.append(output)
+            streams = {}
+        elif output.name in streams:
+            streams[output.name].text += output.text
+        else:
+            joined.insert(len(joined) - (output.name == "stdout" and len(streams)), output)
+            streams[output.name] = output
     return joined
 
 
@@ -127,12 +147,19 @@ def code_cells(notebook: Any) -> list[Any]:
 # --- rules
 
 
+def _shell(command: str) -> str:
+    try:
+        return " ".join(shlex.split(command, comments=True))
+    except ValueError:  # a quote that is not closed, as in a here-document
+        return command
+
+
 def without_comments(source: str) -> str:
-    """Return code without comments and empty lines. Magics (`!`, `%`) stay, and so does all below `%%bash`."""
+    """Return code without comments and empty lines. It may hold magics (`!`, `%`, `%%bash`, `%%writefile`)."""
     head, _, rest = source.partition("\n") if source.startswith("%%") else ("", "", source)
-    if head and not head.startswith("%%writefile"):
-        return source
-    masked = re.sub(r"^(\s*)([!%].*)$", lambda m: f"{m[1]}{'__magic__'}({m[2]!r})", rest, flags=re.MULTILINE)
+    if head and not (head.startswith("%%writefile") and head.endswith(".py")):
+        return f"{head}\n" + "\n".join(filter(None, map(_shell, rest.splitlines())))
+    masked = re.sub(r"^(\s*)([!%].*)$", lambda m: f"{m[1]}__magic__({_shell(m[2])!r})", rest, flags=re.MULTILINE)
     try:
         tokens = list(tokenize.generate_tokens(io.StringIO(masked).readline))
     except (tokenize.TokenError, SyntaxError):  # a file that is not Python
@@ -155,15 +182,22 @@ def faults(path: Path) -> Iterator[str]:
         yield f"below {heading} there are {found} folded solutions ({title}), not 3"
     if exercises.count("<details>") != exercises.count("</details>"):
         yield "a folded solution is not closed"
+    is_last = path.name == notebooks()[-1].name
+    if not is_last and not re.search(r"\]\([\w./-]+\.ipynb\)", notebook.cells[-1].source.rpartition("</details>")[2]):
+        yield "no line after the last solution links the next notebook"
     for target in (target for text in texts for target in _LINK.findall(text) if target.endswith(".ipynb")):
         if not (path.parent / target).is_file():
             yield f"a link leads to {target}, which does not exist"
+    counts = [cell.execution_count for cell in code_cells(notebook)]
+    if counts != list(range(1, len(counts) + 1)):
+        yield f"its cells were not executed from the first to the last: make course IN={path.name[:2]}"
     for number, cell in enumerate(code_cells(notebook), 1):
-        if cell.execution_count != number:
-            yield f"code cell {number} was not executed after the one before: make course IN={path.name[:2]}"
         errors = [one for one in cell.outputs if one.output_type == "error"]
         if errors and "raises-exception" not in cell.metadata.get("tags", []):
             yield f"code cell {number} failed: {errors[0].ename}"
+    words = _CODE.sub("", re.sub(r"^ *```.*?^ *```", "", last, flags=re.M | re.S))
+    if marks := re.findall(r"[\u4e00-\u9fff][,:;?!](?=[\s\u4e00-\u9fff])", words):
+        yield f"Latin punctuation in Chinese text: {', '.join(marks)}"
     outside = re.sub(r'"image/png": "[^"]*"', "", raw)
     if found_paths := re.findall(r"(?:/tmp/|/root/|/home/(?!dev)|/work/)[\w./-]*", outside):
         yield f"it holds paths of a machine: {found_paths[0]}"
@@ -187,7 +221,8 @@ def differences(chinese: Path, english: Path) -> Iterator[str]:
             continue
         for what, shape in SHAPES.items():
             if (mine := shape(own.source)) != (wanted := shape(its.source)):
-                yield f"{where}: {what} differ: {mine} and {wanted}"
+                only = [[one for one in a if one not in b] for a, b in ((mine, wanted), (wanted, mine))]
+                yield f"{where}: {what} differ: {only[0]} and {only[1]}" if any(only) else f"{where}: {what} differ"
 
 
 SHAPES: dict[str, Any] = {
@@ -209,6 +244,8 @@ def picture_sizes(notebook: Any) -> list[int]:
 
 
 def main(wanted: list[str]) -> int:
+    if wanted == ["--check"]:
+        return check()
     chosen = [path for path in notebooks() if not wanted or path.name.startswith(tuple(wanted))]
     if not chosen:
         print(f"course: no notebook begins with {' or '.join(wanted)}", file=sys.stderr)
@@ -222,7 +259,8 @@ def main(wanted: list[str]) -> int:
             shutil.rmtree(folder, ignore_errors=True)
         seconds = time.monotonic() - started
         store(notebook, path)
-        found = list(faults(path))
+        found = [f"it takes {seconds:.0f} s; at most {LIMIT} s are allowed"] if seconds > LIMIT else []
+        found += faults(path)
         if (chinese := COURSE / "zh" / path.name).exists():
             translated = read(chinese)
             take_outputs(translated, notebook)
@@ -234,6 +272,17 @@ def main(wanted: list[str]) -> int:
             print(f"  {fault}")
         code = code or bool(found)
     return code
+
+
+def check() -> int:
+    """Print which rules the stored notebooks break. Returns the exit code."""
+    found = [f"{path.name}: {fault}" for path in notebooks() for fault in faults(path)]
+    for path in notebooks("zh"):
+        found += [f"zh/{path.name}: {fault}" for fault in (*faults(path), *differences(path, COURSE / path.name))]
+    if missing := {path.name for path in notebooks()} ^ {path.name for path in notebooks("zh")}:
+        found.append(f"only one language has {', '.join(sorted(missing))}")
+    print(*found or ["every notebook keeps the rules"], sep="\n")
+    return bool(found)
 
 
 if __name__ == "__main__":

@@ -1,44 +1,44 @@
-"""Every notebook runs from its first cell to its last, and is stored without output."""
+"""Every notebook of the course keeps the rules of scripts/course.py, in both languages, and runs.
 
-import os
-import sys
+`make test` checks what is stored. The tests that execute notebooks are marked `minutes`; the station's image runs them
+(tests/image/test_inside.py). What a notebook promises is asserted by its own cells.
+"""
+
+import re
 from pathlib import Path
 
-import nbformat
 import pytest
-from nbclient import NotebookClient
 
-FOLDER = Path(__file__).resolve().parents[2] / "examples"
-NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
+from scripts import course
 
-
-@pytest.fixture
-def executed(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> nbformat.NotebookNode:
-    """A notebook after all its cells were run, in a kernel whose runs go to a folder of this test."""
-    monkeypatch.setenv("TRAIN_RUNS", str(tmp_path / "runs"))
-    # The commands of this interpreter's environment are what `!train` finds, as in an activated one.
-    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
-    notebook = nbformat.read(FOLDER / request.param, as_version=4)
-    NotebookClient(notebook, timeout=300, resources={"metadata": {"path": str(tmp_path)}}).execute()
-    return notebook
+ENGLISH = course.notebooks()
 
 
-def outputs(notebook: nbformat.NotebookNode) -> str:
-    texts = [o.get("text", "") for cell in notebook.cells for o in cell.get("outputs", [])]
-    return "".join(texts)
+def name(path: Path) -> str:
+    return str(path.relative_to(course.COURSE))
 
 
-@pytest.mark.parametrize("executed", ["01-start-here.ipynb"], indirect=True)
-def test_start_here_trains_a_run_and_draws_its_curve(executed: nbformat.NotebookNode, tmp_path: Path) -> None:
-    (run,) = (tmp_path / "runs").glob("first-*")
-    assert f"{run.name}: finished" in outputs(executed)
-    pictures = [o for cell in executed.cells for o in cell.get("outputs", []) if "image/png" in o.get("data", {})]
-    assert len(pictures) == 1
-    assert "Traceback" not in outputs(executed)
+@pytest.mark.parametrize("path", [*ENGLISH, *course.notebooks("zh")], ids=name)
+def test_a_notebook_keeps_the_rules(path: Path) -> None:
+    assert not list(course.faults(path))
 
 
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.name)
-def test_notebooks_are_stored_clean(path: Path) -> None:
-    notebook = nbformat.read(path, as_version=4)
-    nbformat.validate(notebook)
-    assert all(not cell.get("outputs") and not cell.get("execution_count") for cell in notebook.cells)
+@pytest.mark.parametrize("path", ENGLISH, ids=name)
+def test_both_languages_have_the_same_cells(path: Path) -> None:
+    assert not list(course.differences(course.COURSE / "zh" / path.name, path))
+
+
+@pytest.mark.parametrize("language", ["", "zh"])
+def test_the_table_lists_each_notebook_with_its_title(language: str) -> None:
+    titles = {path.name: course.read(path).cells[0].source.splitlines()[0] for path in course.notebooks(language)}
+    table = (course.COURSE / language / "README.md").read_text()
+    rows = re.findall(r"^\| (\d+) \| \[(.+?)\]\(([\w.-]+)\) \|", table, re.MULTILINE)
+    assert {file: f"# {number}. {title}" for number, title, file in rows} == titles
+    assert list(titles) == [path.name for path in ENGLISH]
+
+
+@pytest.mark.minutes
+@pytest.mark.parametrize("path", ENGLISH, ids=name)
+def test_a_notebook_runs(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(course.os, "environ", dict(course.os.environ))
+    course.execute(path, tmp_path)  # raises the error of a cell that fails
