@@ -94,9 +94,19 @@ class Page:
         return f"{self.name}:{line}: {text}"
 
 
+def english() -> list[Path]:
+    """Every English page, in a fixed order."""
+    return [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def chinese() -> list[Path]:
+    """Every Chinese page. Their commands are those of the English pages."""
+    return [ROOT / "README.zh-CN.md", *sorted((ROOT / "docs" / "zh").glob("*.md"))]
+
+
 def paths() -> list[Path]:
     """Every page, in a fixed order."""
-    return [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+    return english() + chinese()
 
 
 def anchor_of(text: str) -> str:

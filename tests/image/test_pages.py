@@ -46,7 +46,7 @@ def execute(one: Checkout, script: str) -> None:
 
 def marked() -> list[pages.Page]:
     """The pages that leave commands to this file, README first: its commands are the ones that people type first."""
-    return [page for page in map(pages.read, pages.paths()) if any(block.mark == MARK for block in page.blocks)]
+    return [page for page in map(pages.read, pages.english()) if any(block.mark == MARK for block in page.blocks)]
 
 
 @pytest.mark.parametrize("page", marked(), ids=lambda page: page.name)

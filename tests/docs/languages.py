@@ -1,0 +1,96 @@
+"""Compares a Chinese page with its English one: what a reader types, clicks or looks up must be the same."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from tests.docs.pages import ROOT, Page, Span, read
+
+CHINESE = ROOT / "docs" / "zh"
+README = ROOT / "README.zh-CN.md"
+_COMMENT = re.compile(r"(^|\s+)#.*$", re.MULTILINE)
+
+
+def english_of(chinese: Path) -> Path:
+    return ROOT / "README.md" if chinese == README else ROOT / "docs" / chinese.name
+
+
+def chinese_of(english: Path) -> Path:
+    return README if english == ROOT / "README.md" else CHINESE / english.name
+
+
+def differences(chinese: Page, english: Page) -> Iterator[str]:
+    """Yield what differs, as `file:line: what to do`."""
+    if (mine := [one.level for one in chinese.headings]) != (wanted := [one.level for one in english.headings]):
+        line = next(
+            (chinese.headings[at].line for at, (a, b) in enumerate(zip(mine, wanted, strict=False)) if a != b), 1
+        )
+        yield chinese.fault(line, f"{len(mine)} headings, but {len(wanted)} in {english.name}, or on other levels")
+        return
+    for own, its in itertools.zip_longest(chinese.blocks, english.blocks):
+        if own is None or its is None:
+            yield chinese.fault(1, f"{len(chinese.blocks)} blocks, but {len(english.blocks)} in {english.name}")
+            break
+        if (own.language, own.mark, _plain(own.text)) != (its.language, its.mark, _plain(its.text)):
+            yield chinese.fault(own.line, f"only comments may differ from {english.name}:{its.line}")
+            break
+    if len(chinese.rows) != len(english.rows):
+        yield chinese.fault(1, f"{len(chinese.rows)} rows of tables, but {len(english.rows)} in {english.name}")
+    for own_row, its_row in zip(chinese.rows, english.rows, strict=False):
+        if own_row.text.count("|") != its_row.text.count("|"):
+            yield chinese.fault(own_row.line, f"other columns than {english.name}:{its_row.line}")
+    for number, heading in enumerate(chinese.headings):
+        end = _line_after(chinese, number)
+        part = english.headings[number].line, _line_after(english, number)
+        for what, shown, expected in (
+            ("code", {one.text for one in _in(chinese.codes, (heading.line, end))},
+             {one.text for one in _in(english.codes, part)}),
+            ("links", {_english(chinese, one.text) for one in _in(chinese.links, (heading.line, end))},
+             {_target(english, one.text) for one in _in(english.links, part)}),
+        ):  # fmt: skip
+            lacks, has = sorted(map(str, expected - shown)), sorted(map(str, shown - expected))
+            if lacks or has:
+                where = f"{english.name}:{part[0]}"
+                yield chinese.fault(heading.line, f"{what} below this heading: lacks {lacks} of {where}, has {has}")
+
+
+def _plain(text: str) -> list[str]:
+    return [line.rstrip() for line in _COMMENT.sub("", text).splitlines() if line.strip()]
+
+
+def _line_after(page: Page, number: int) -> float:
+    return page.headings[number + 1].line if number + 1 < len(page.headings) else float("inf")
+
+
+def _in(spans: list[Span], lines: tuple[float, float]) -> list[Span]:
+    return [one for one in spans if lines[0] <= one.line < lines[1]]
+
+
+def _target(page: Page, link: str) -> tuple[str, str]:
+    """Return file and anchor of a link, the file by its path in the checkout."""
+    if re.match(r"[a-z][a-z0-9+.-]*:", link):
+        return link, ""
+    path, _, anchor = link.partition("#")
+    target = (page.path.parent / path).resolve() if path else page.path
+    return (target.relative_to(ROOT).as_posix() if target.is_relative_to(ROOT) else path), anchor
+
+
+def _english(page: Page, link: str) -> Any:
+    """Return the English target of a link in a Chinese page; a text says that it should lead to the Chinese page."""
+    name, anchor = _target(page, link)
+    target = ROOT / name
+    if target in (README, *CHINESE.glob("*.md")):
+        english = english_of(target)
+        if anchor:
+            there = page if target == page.path else read(target)
+            places = [one.anchor for one in there.headings]
+            if anchor in places:
+                anchor = read(english).headings[places.index(anchor)].anchor
+        return english.relative_to(ROOT).as_posix(), anchor
+    if target.suffix == ".md" and chinese_of(target).exists():
+        return f"{link} (there is a Chinese page)"
+    return name, anchor
