@@ -124,6 +124,7 @@ check_settings() {
     fi
     [ "$(setting JUPYTER_PORT 8888)" != "$(setting SSH_PORT 2222)" ] || die "JUPYTER_PORT and SSH_PORT are the same port: change one in .env"
     check_form PROTECT_CHECKOUT true 'true|false' "true or false"
+    check_form STATION_LANG en 'en|zh_CN' "en or zh_CN"
     check_form STATION_EXPORTER on 'on|off' "on or off"
     ! wants_monitoring || [ "$(setting STATION_EXPORTER on)" = on ] ||
         die "COMPOSE_PROFILES=monitoring with STATION_EXPORTER=off would show nothing: remove one of the two"

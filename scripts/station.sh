@@ -201,7 +201,7 @@ up() { # [rebuild ARGUMENTS…]
   shell        make shell$grafana
 ${others:+$others
 }
-  First notebook:          01-start-here in notebooks/, where JupyterLab opens
+  First notebook:          01-the-station, which JupyterLab opens at your first login
   First run, in any shell: train launch digits --name demo1 --follow
   All commands:            make help
 TEXT

@@ -57,6 +57,7 @@ def nothing_left(station: Station) -> None:
         ({"RUNS_DIR": "/etc/hostname"}, "is no folder"),
         ({"CA_BUNDLE": "/etc/hostname"}, "holds no certificate"),
         ({"STATION_EXPORTER": "maybe"}, "STATION_EXPORTER=maybe: it is on or off"),
+        ({"STATION_LANG": "de"}, "STATION_LANG=de: it is en or zh_CN"),
         (
             {"BASE_IMAGE": "REPLACE_WITH_A_MIRROR/debian"},
             "BASE_IMAGE=REPLACE_WITH_A_MIRROR/debian in .env is a placeholder",

@@ -1,6 +1,6 @@
 """A real browser: Debian's Chromium, driven as a person clicks. Screenshots are kept in build/image-tests."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -41,12 +41,44 @@ def test_without_the_token_a_login_page_is_all_there_is(station: Station, page: 
 
 def test_the_token_opens_the_lab_with_notebooks_and_runs(station: Station, page: Page) -> None:
     """It opens where notebooks can be saved; the rest of the checkout is one click away."""
-    page.goto(f"{station.url}/lab?token={station.token}")
-    expect(page.locator(".jp-DirListing-itemName", has_text="01-start-here").first).to_be_visible(timeout=60_000)
+    page.goto(f"{station.url}/lab?token={station.token}&reset")
+    expect(page.locator(".jp-DirListing-itemName", has_text="01-the-station").first).to_be_visible(timeout=60_000)
     page.locator(".jp-BreadCrumbs-home").first.click()
     for folder in ("notebooks", "projects", "runs", "train"):
         expect(page.locator(".jp-DirListing-itemName", has_text=folder).first).to_be_visible(timeout=60_000)
     expect(page.locator(".jp-LauncherCard", has_text="TensorBoard")).to_be_visible()
+
+
+TAB = ".lm-TabBar-tabLabel"
+
+
+def test_the_first_login_opens_the_welcome_notebook_and_later_ones_what_was_open(
+    station: Station, page: Page, kept: Path
+) -> None:
+    page.goto(f"{station.url}/lab?token={station.token}")
+    expect(page.locator(TAB, has_text="01-the-station")).to_be_visible()
+    expect(page.locator(".jp-Notebook h1").first).to_contain_text("1. ")
+    page.screenshot(path=kept / "welcome.png")
+    page.locator(".lm-TabBar-tab", has_text="01-the-station").locator(".lm-TabBar-tabCloseIcon").click()
+    expect(page.locator(".jp-Launcher")).to_be_visible()
+    page.wait_for_timeout(3000)  # JupyterLab saves its tabs a moment later
+    page.goto(f"{station.url}/lab?token={station.token}")
+    expect(page.locator(".jp-Launcher")).to_be_visible()
+    assert page.locator(TAB, has_text="01-the-station").count() == 0
+
+
+def test_a_station_in_chinese(make_station: Callable[..., Station], page: Page, kept: Path) -> None:
+    mine = make_station("chinese", STATION_LANG="zh_CN")
+    mine.make("up")
+    page.goto(f"{mine.url}/lab?token={mine.token}")
+    expect(page.locator(TAB, has_text="01-the-station")).to_be_visible()
+    expect(page.locator(".lm-MenuBar-itemLabel", has_text="\u6587\u4ef6").first).to_be_visible()  # File
+    expect(page.locator(".jp-Notebook h1").first).to_contain_text("1. ")
+    assert "/projects/course/zh/" in page.url
+    page.screenshot(path=kept / "welcome-zh.png")
+    page.goto(f"{mine.url}/lab/tree/README.zh-CN.md")  # the image's other settings hold, too
+    expect(page.locator(".jp-MarkdownViewer h1").first).to_be_visible()
+    mine.make("down")
 
 
 def test_a_notebook_cell_prints_torchs_version(station: Station, page: Page, kept: Path) -> None:
@@ -102,29 +134,22 @@ def test_tensorboard_opens_behind_jupyters_token(station: Station, page: Page, k
 def test_a_second_browser_has_tabs_of_its_own_and_the_first_finds_its_again(
     station: Station, browser: Browser, page: Page
 ) -> None:
-    def open_lab(one: Page) -> None:
-        one.goto(f"{station.url}/lab?token={station.token}")
-        expect(
-            one.locator(".jp-LauncherCard", has_text="Terminal").or_(one.locator(".jp-Terminal")).first
-        ).to_be_visible()
-
-    tab = ".lm-TabBar-tabLabel"
-    open_lab(page)
+    page.goto(f"{station.url}/lab?token={station.token}&reset")
     page.locator(".jp-LauncherCard", has_text="Terminal").click()
-    expect(page.locator(tab, has_text="dev@").first).to_be_visible()
+    expect(page.locator(TAB, has_text="dev@").first).to_be_visible()
     page.wait_for_timeout(3000)  # JupyterLab saves its tabs a moment later
     other = browser.new_context()
     try:
         second = other.new_page()
-        open_lab(second)
+        second.goto(f"{station.url}/lab?token={station.token}&reset")
         expect(second.locator(".jp-Launcher")).to_be_visible()
-        assert second.locator(tab, has_text="dev@").count() == 0
+        assert second.locator(TAB, has_text="dev@").count() == 0
         assert second.locator(".jp-Terminal").count() == 0
         assert second.url.split("?")[0] != page.url.split("?")[0]
     finally:
         other.close()
-    open_lab(page)
-    expect(page.locator(tab, has_text="dev@").first).to_be_visible()
+    page.goto(f"{station.url}/lab?token={station.token}")
+    expect(page.locator(TAB, has_text="dev@").first).to_be_visible()
 
 
 def test_the_readme_opens_as_a_page(station: Station, page: Page, kept: Path) -> None:

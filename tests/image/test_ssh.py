@@ -154,16 +154,27 @@ def test_a_root_owned_checkout_works_as_a_user_the_host_does_not_know(make_stati
     opens = session.get(f"{mine.url}/lab").text.partition('"preferredPath": "')[2].partition('"')[0]
     made = session.post(f"{mine.url}/api/contents/{opens}", json={"type": "notebook"})
     assert made.ok, made.text
-    assert (mine.folder / "notebooks" / "Untitled.ipynb").stat().st_uid == 52761
-    content = session.get(f"{mine.url}/api/contents/notebooks/01-start-here.ipynb").json()["content"]
+    assert (mine.folder / opens / "Untitled.ipynb").stat().st_uid == 52761
+    # a person works in copies of the course, and in notebooks of their own
+    name, contents = "01-the-station.ipynb", f"{mine.url}/api/contents"
+    content = session.get(f"{contents}/{opens}/{name}").json()["content"]
     body = {"type": "notebook", "format": "json", "content": content}
     content["cells"][0]["source"] += " mine"
-    assert session.put(f"{mine.url}/api/contents/notebooks/01-start-here.ipynb", json=body).ok
-    copy = mine.folder / "notebooks" / "01-start-here.ipynb"
+    assert session.put(f"{contents}/{opens}/{name}", json=body).ok
+    copy, original = mine.folder / opens / name, mine.folder / "notebooks" / name
     assert " mine" in copy.read_text() and copy.stat().st_uid == 52761
+    for folder in ("", "zh/"):
+        refused = session.put(f"{contents}/notebooks/{folder}{name}", json=body)
+        expected = f"notebooks/{folder}{name} is the original: open your copy, projects/course/{folder}{name}"
+        assert refused.status_code == 403 and expected in refused.json()["message"]
+        assert (mine.folder / "projects" / "course" / folder / name).is_file()
+    assert " mine" not in original.read_text()
+    assert session.put(f"{contents}/notebooks/01-start-here.ipynb", json=body).ok
     mine.make("down", "up")
     assert " mine" in copy.read_text(), "a start has replaced a person's file"
-    ignored = run("git", "check-ignore", "--no-index", "notebooks/01-start-here.ipynb", cwd=ROOT).stdout
-    assert ignored.strip() == "notebooks/01-start-here.ipynb"  # git pull and records of runs do not see it
+    assert not (mine.folder / opens / "01-start-here.ipynb").exists(), "it is no part of the course"
+    for path in (f"{opens}/{name}", "notebooks/01-start-here.ipynb"):
+        ignored = run("git", "check-ignore", "--no-index", path, cwd=ROOT).stdout
+        assert ignored.strip() == path  # git pull and records of runs do not see it
     assert (mine.folder / "train" / "__init__.py").stat().st_uid == 0
     mine.make("down")

@@ -23,14 +23,18 @@ c.ServerApp.port = 8888
 c.ServerApp.port_retries = 0
 c.ServerApp.open_browser = False
 c.ServerApp.root_dir = "/workspace"
-if not os.access("/workspace", os.W_OK) and os.access("/workspace/notebooks", os.W_OK):
-    # create the launcher's notebooks in a folder where they can be saved
-    c.FileContentsManager.preferred_dir = "notebooks"
+# This person's copy of the course. Open there, so that new notebooks lie where they can be saved.
+chinese = os.environ.get("STATION_LANG") == "zh_CN"
+course = "projects/course/zh" if chinese else "projects/course"
+if os.access(f"/workspace/{course}", os.W_OK):
+    c.FileContentsManager.preferred_dir = course
+if chinese:
+    c.LabApp.app_settings_dir = "/etc/jupyter/zh_CN"  # a default: the menu Settings changes it
 c.ServerApp.allow_remote_access = True  # the user may open any name: an address, a tunnel, a machine's name
 c.ServerApp.terminals_enabled = True
-# The page opens in notebooks/, and a terminal would start there. Paths in the documentation start at the checkout's
+# The page opens in the course, and a terminal would start there. Paths in the documentation start at the checkout's
 # root, so change to it. A terminal that was opened in another folder stays there.
-to_the_checkout = '[ "$PWD" != /workspace/notebooks ] || cd /workspace; exec bash --login'
+to_the_checkout = f'[ "$PWD" != /workspace/{course} ] || cd /workspace; exec bash --login'
 c.ServerApp.terminado_settings = {"shell_command": ["/bin/bash", "-c", to_the_checkout]}
 c.ServerApp.quit_button = False
 c.ServerApp.shutdown_no_activity_timeout = 0
@@ -142,9 +146,20 @@ def find_handler(self, request, **kwargs):
 ServerWebApplication.find_handler = find_handler
 
 
+# Notebooks of the course belong to git: `git pull` must not meet one with other outputs.
+def refuse_the_originals(path, **_):
+    folder, name = os.path.split(os.path.relpath(path, "/workspace"))
+    if folder in ("notebooks", "notebooks/zh") and Path("/workspace/notebooks/zh", name).exists():
+        copy = "projects/course" + folder.removeprefix("notebooks")
+        raise HTTPError(403, f"{folder}/{name} is the original: open your copy, {copy}/{name}")
+
+
+c.FileContentsManager.pre_save_hook = refuse_the_originals
+
 # Give each browser its own tabs and terminals. JupyterLab keeps them under the name of a workspace, and would give all
-# browsers the workspace "default".
+# browsers the workspace "default". A browser that comes for the first time sees the first notebook of the course.
 COOKIE_OF_WORKSPACE = "trainstation-workspace"
+WELCOME = f"{course}/01-the-station.ipynb"
 open_lab = LabHandler.get
 
 
@@ -156,6 +171,10 @@ def get(self, mode=None, workspace=None, tree=None):
             self.set_cookie(
                 COOKIE_OF_WORKSPACE, mine, path=self.base_url, expires_days=365, httponly=True, samesite="Lax"
             )
+            is_plain = tree is None and mode is None and "reset" not in self.request.query_arguments
+            if is_plain and Path("/workspace", WELCOME).is_file():
+                self.redirect(f"{self.base_url}lab/workspaces/{mine}/tree/{WELCOME}")
+                return None
         workspace = f"/workspaces/{mine}"
     return open_lab(self, mode, workspace, tree)
 
