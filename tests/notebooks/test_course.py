@@ -10,7 +10,9 @@ from typing import Any
 import nbformat.v4 as new
 import pytest
 
-from scripts import course
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
+import course
+
 from train import __version__
 
 EXERCISES = "\n".join(f"{n}. Do it.\n<details><summary>Solution</summary>\nDone.\n</details>\n" for n in (1, 2, 3))

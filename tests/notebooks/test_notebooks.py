@@ -5,11 +5,13 @@
 """
 
 import re
+import sys
 from pathlib import Path
 
 import pytest
 
-from scripts import course
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
+import course
 
 ENGLISH = course.notebooks()
 
