@@ -83,6 +83,10 @@ def _english(page: Page, link: str) -> Any:
     """Return the English target of a link in a Chinese page; a text says that it should lead to the Chinese page."""
     name, anchor = _target(page, link)
     target = ROOT / name
+    if target == english_of(page.path):  # the link to the other language
+        return page.name, anchor
+    if name.startswith("notebooks/zh/"):
+        return name.replace("zh/", ""), anchor
     if target in (README, *CHINESE.glob("*.md")):
         english = english_of(target)
         if anchor:
