@@ -155,6 +155,7 @@ def refuse_the_originals(path, **_):
 
 
 c.FileContentsManager.pre_save_hook = refuse_the_originals
+warnings.filterwarnings("ignore", message="Overriding existing pre_save_hook")  # Jupyter executes this file twice
 
 # Give each browser its own tabs and terminals. JupyterLab keeps them under the name of a workspace, and would give all
 # browsers the workspace "default". A browser that comes for the first time sees the first notebook of the course.
@@ -171,7 +172,7 @@ def get(self, mode=None, workspace=None, tree=None):
             self.set_cookie(
                 COOKIE_OF_WORKSPACE, mine, path=self.base_url, expires_days=365, httponly=True, samesite="Lax"
             )
-            is_plain = tree is None and mode is None and "reset" not in self.request.query_arguments
+            is_plain = tree is None and mode != "doc" and "reset" not in self.request.query_arguments
             if is_plain and Path("/workspace", WELCOME).is_file():
                 self.redirect(f"{self.base_url}lab/workspaces/{mine}/tree/{WELCOME}")
                 return None
