@@ -37,6 +37,10 @@ course: setup ## run the notebooks of the course and store what they print; some
 # The database of hypothesis lies in a folder that the station can write to.
 export HYPOTHESIS_STORAGE_DIRECTORY := tests/.hypothesis
 
+.PHONY: pictures
+pictures: setup ## make the pictures of docs/ from real runs, with Chromium; some only: IN="ways top"
+	@$(PY) scripts/pictures.py $(IN)
+
 # Uses the mirrors and proxies of .env.
 PYTEST := . scripts/env.sh && mirrors_from_env && $(PY) -m pytest
 
