@@ -1,18 +1,24 @@
-"""Compares a Chinese page with its English one: what a reader types, clicks or looks up must be the same."""
+"""Compares a Chinese page with its English one: what a reader types, clicks or looks up must be the same.
+
+Equal must be: levels of headings, blocks (without comments, but with the file names and exit codes that comments
+state) and their marks, the inline code of each row, and below each heading the inline code, links and numbers.
+"""
 
 from __future__ import annotations
 
 import itertools
 import re
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from tests.docs.pages import ROOT, Page, Span, read
+from tests.docs.pages import ROOT, Block, Page, Span, commands, read
 
 CHINESE = ROOT / "docs" / "zh"
 README = ROOT / "README.zh-CN.md"
-_COMMENT = re.compile(r"(^|\s+)#.*$", re.MULTILINE)
+_COMMENT = re.compile(r"(^|\s+)#.*$")
+_NUMBER = re.compile(r"\d[\d,.]*\d|\d")
 
 
 def english_of(chinese: Path) -> Path:
@@ -35,14 +41,15 @@ def differences(chinese: Page, english: Page) -> Iterator[str]:
         if own is None or its is None:
             yield chinese.fault(1, f"{len(chinese.blocks)} blocks, but {len(english.blocks)} in {english.name}")
             break
-        if (own.language, own.mark, _plain(own.text)) != (its.language, its.mark, _plain(its.text)):
-            yield chinese.fault(own.line, f"only comments may differ from {english.name}:{its.line}")
+        if (own.language, own.mark) != (its.language, its.mark):
+            yield chinese.fault(own.line - 1, f"another language or mark than {english.name}:{its.line - 1}")
             break
-    if len(chinese.rows) != len(english.rows):
-        yield chinese.fault(1, f"{len(chinese.rows)} rows of tables, but {len(english.rows)} in {english.name}")
-    for own_row, its_row in zip(chinese.rows, english.rows, strict=False):
-        if own_row.text.count("|") != its_row.text.count("|"):
-            yield chinese.fault(own_row.line, f"other columns than {english.name}:{its_row.line}")
+        for mine_line, its_line in itertools.zip_longest(_lines(own), _lines(its)):
+            if mine_line is None or its_line is None or mine_line.text != its_line.text:
+                line, there = mine_line.line if mine_line else own.line, its_line.line if its_line else its.line
+                yield chinese.fault(line, f"only comments may differ from {english.name}:{there}")
+                break
+    yield from _rows(chinese, english)
     for number, heading in enumerate(chinese.headings):
         end = _line_after(chinese, number)
         part = english.headings[number].line, _line_after(english, number)
@@ -51,6 +58,7 @@ def differences(chinese: Page, english: Page) -> Iterator[str]:
              {one.text for one in _in(english.codes, part)}),
             ("links", {_english(chinese, one.text) for one in _in(chinese.links, (heading.line, end))},
              {_target(english, one.text) for one in _in(english.links, part)}),
+            ("numbers", _numbers(_in(chinese.prose, (heading.line, end))), _numbers(_in(english.prose, part))),
         ):  # fmt: skip
             lacks, has = sorted(map(str, expected - shown)), sorted(map(str, shown - expected))
             if lacks or has:
@@ -58,8 +66,37 @@ def differences(chinese: Page, english: Page) -> Iterator[str]:
                 yield chinese.fault(heading.line, f"{what} below this heading: lacks {lacks} of {where}, has {has}")
 
 
-def _plain(text: str) -> list[str]:
-    return [line.rstrip() for line in _COMMENT.sub("", text).splitlines() if line.strip()]
+def _rows(chinese: Page, english: Page) -> Iterator[str]:
+    if len(chinese.rows) != len(english.rows):
+        yield chinese.fault(1, f"{len(chinese.rows)} rows of tables, but {len(english.rows)} in {english.name}")
+    for own_row, its_row in zip(chinese.rows, english.rows, strict=False):
+        if own_row.text.count("|") != its_row.text.count("|"):
+            yield chinese.fault(own_row.line, f"other columns than {english.name}:{its_row.line}")
+        elif _code_of(chinese, own_row) != _code_of(english, its_row):
+            yield chinese.fault(own_row.line, f"other inline code than in the row {english.name}:{its_row.line}")
+            break
+
+
+def _lines(block: Block) -> list[Span]:
+    """Return the lines of a block without comments, but with the file name and the exit codes that comments state."""
+    states = {command.line: f" exit code {command.exit_code}" for command in commands(block) if command.exit_code}
+    if block.file:
+        states[block.line] = block.file
+    found = []
+    for number, line in enumerate(block.text.splitlines(), block.line):
+        text = _COMMENT.sub("", line).rstrip() + states.get(number, "")
+        found += [Span(number, text)] if text else []
+    return found
+
+
+def _code_of(page: Page, row: Span) -> Counter[str]:
+    return Counter(one.text for one in page.codes if one.line == row.line)
+
+
+def _numbers(spans: list[Span]) -> set[str]:
+    """Return the numbers of a text, without those in the targets of links."""
+    texts = [re.sub(r"\]\([^)]*\)", "]", one.text) for one in spans]
+    return {number.replace(",", "") for text in texts for number in _NUMBER.findall(text)}
 
 
 def _line_after(page: Page, number: int) -> float:

@@ -81,6 +81,8 @@ class Page:
     codes: list[Span] = field(default_factory=list)
     rows: list[Span] = field(default_factory=list)
     """Rows of tables."""
+    prose: list[Span] = field(default_factory=list)
+    """Paragraphs, headings and rows of tables, with x for inline code."""
     faults: list[str] = field(default_factory=list)
     """What the reader does not accept: `file:line: what to do`."""
 
@@ -192,6 +194,7 @@ def _read_prose(page: Page, start: int, text: str) -> None:
         line = start + 1 + text.count("\n", 0, found.start())
         page.codes.append(Span(line, code.replace("\\|", "|") if is_row else code))
     plain = _CODE.sub(lambda code: "x" + "\n" * code[0].count("\n"), text)
+    page.prose.append(Span(start + 1, plain))
     if "`" in plain:
         page.faults.append(page.fault(start + 1, "a ` without its partner; close the inline code"))
     for found in _LINK.finditer(plain):
