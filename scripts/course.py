@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 """Executes the notebooks of the course and stores what they print: `make course`, or `make course IN="02 06"`.
-`make course IN=--check` executes nothing and prints which rules the stored notebooks break.
+`make course IN=--check` executes nothing and prints which rules the stored notebooks break (some: IN="--check 02").
 
 Each English notebook runs in an empty folder with its own runs, as in a fresh station. Its outputs are stored in it and
 in the Chinese notebook of the same name, which has the same code. The rules that tests/notebooks checks are here, too.
@@ -39,6 +39,7 @@ WORDS = {"": ("## Exercises", "Solution"), "zh": ("## 练习", "参考答案")}
 _ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 _LINK = re.compile(r"\]\(([^)\s]+)\)")
 _CODE = re.compile(r"`[^`\n]+`")
+_BLOCK = re.compile(r"^ *```\w*\n(.*?)^ *```", re.MULTILINE | re.DOTALL)
 
 
 def notebooks(language: str = "") -> list[Path]:
@@ -176,8 +177,8 @@ def faults(path: Path) -> Iterator[str]:
     first = notebook.cells[0].source
     if not first.startswith(f"# {int(path.name[:2])}. ") or not re.search(r"[?\uff1f]", first):  # or the Chinese one
         yield "the first cell does not begin with `# NUMBER. Title` and ask a question"
-    last = "\n".join(texts)
-    exercises = last.partition(f"\n{heading}\n" if not last.startswith(heading) else heading)[2] or ""
+    text = "\n".join(texts)
+    exercises = text.partition(f"\n{heading}\n")[2]
     if (found := exercises.count(f"<summary>{title}</summary>")) != 3:
         yield f"below {heading} there are {found} folded solutions ({title}), not 3"
     if exercises.count("<details>") != exercises.count("</details>"):
@@ -195,7 +196,7 @@ def faults(path: Path) -> Iterator[str]:
         errors = [one for one in cell.outputs if one.output_type == "error"]
         if errors and "raises-exception" not in cell.metadata.get("tags", []):
             yield f"code cell {number} failed: {errors[0].ename}"
-    words = _CODE.sub("", re.sub(r"^ *```.*?^ *```", "", last, flags=re.M | re.S))
+    words = _CODE.sub("", _BLOCK.sub("", text))
     if marks := re.findall(r"[\u4e00-\u9fff][,:;?!](?=[\s\u4e00-\u9fff])", words):
         yield f"Latin punctuation in Chinese text: {', '.join(marks)}"
     outside = re.sub(r'"image/png": "[^"]*"', "", raw)
@@ -229,10 +230,8 @@ SHAPES: dict[str, Any] = {
     "headings": lambda text: [len(mark) for mark in re.findall(r"^(#+) ", text, re.MULTILINE)],
     "rows of tables": lambda text: [line.count("|") for line in text.splitlines() if line.startswith("|")],
     "links": lambda text: sorted(_LINK.findall(text)),
-    "fenced blocks": lambda text: [
-        without_comments(block) for block in re.findall(r"^ *```\w*\n(.*?)^ *```", text, re.MULTILINE | re.DOTALL)
-    ],
-    "code": lambda text: sorted(set(_CODE.findall(re.sub(r"^ *```.*?^ *```", "", text, flags=re.M | re.S)))),
+    "fenced blocks": lambda text: list(map(without_comments, _BLOCK.findall(text))),
+    "code": lambda text: sorted(set(_CODE.findall(_BLOCK.sub("", text)))),
 }
 """What two languages of a text have in common."""
 
@@ -244,41 +243,41 @@ def picture_sizes(notebook: Any) -> list[int]:
 
 
 def main(wanted: list[str]) -> int:
-    if wanted == ["--check"]:
-        return check()
-    chosen = [path for path in notebooks() if not wanted or path.name.startswith(tuple(wanted))]
-    if not chosen:
-        print(f"course: no notebook begins with {' or '.join(wanted)}", file=sys.stderr)
-        return 2
-    code = 0
+    numbers = [one for one in wanted if one != "--check"]
+    for number in numbers:
+        if not any(path.name.startswith(number) for path in notebooks()):
+            print(f"course: no notebook begins with {number}", file=sys.stderr)
+            return 2
+    chosen = [path for path in notebooks() if not numbers or path.name.startswith(tuple(numbers))]
+    slow = [] if "--check" in wanted else [path for path in chosen if renew(path) > LIMIT]
+    return check(chosen) or bool(slow)
+
+
+def renew(path: Path) -> float:
+    """Execute a notebook and store what it prints, in both languages. Returns the seconds that it took."""
+    started, folder = time.monotonic(), Path(tempfile.mkdtemp(prefix="course-"))
+    try:
+        notebook = execute(path, folder)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    seconds = time.monotonic() - started
+    store(notebook, path)
+    if (chinese := COURSE / "zh" / path.name).exists():
+        translated = read(chinese)
+        take_outputs(translated, notebook)
+        store(translated, chinese)
+    sizes = f"{path.stat().st_size // 1000} kB, pictures {sum(picture_sizes(notebook)) // 1000} kB"
+    print(f"{path.name}: {seconds:.0f} s{f' (at most {LIMIT})' if seconds > LIMIT else ''}, {sizes}")
+    return seconds
+
+
+def check(chosen: list[Path]) -> int:
+    """Print which rules these notebooks break, in both languages. Returns the exit code."""
+    found = []
     for path in chosen:
-        started, folder = time.monotonic(), Path(tempfile.mkdtemp(prefix="course-"))
-        try:
-            notebook = execute(path, folder)
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)
-        seconds = time.monotonic() - started
-        store(notebook, path)
-        found = [f"it takes {seconds:.0f} s; at most {LIMIT} s are allowed"] if seconds > LIMIT else []
-        found += faults(path)
+        found += [f"{path.name}: {fault}" for fault in faults(path)]
         if (chinese := COURSE / "zh" / path.name).exists():
-            translated = read(chinese)
-            take_outputs(translated, notebook)
-            store(translated, chinese)
-            found += [f"zh: {fault}" for fault in (*faults(chinese), *differences(chinese, path))]
-        size = path.stat().st_size // 1000
-        print(f"{path.name}: {seconds:.0f} s, {size} kB, pictures {sum(picture_sizes(notebook)) // 1000} kB")
-        for fault in found:
-            print(f"  {fault}")
-        code = code or bool(found)
-    return code
-
-
-def check() -> int:
-    """Print which rules the stored notebooks break. Returns the exit code."""
-    found = [f"{path.name}: {fault}" for path in notebooks() for fault in faults(path)]
-    for path in notebooks("zh"):
-        found += [f"zh/{path.name}: {fault}" for fault in (*faults(path), *differences(path, COURSE / path.name))]
+            found += [f"zh/{path.name}: {fault}" for fault in (*faults(chinese), *differences(chinese, path))]
     if missing := {path.name for path in notebooks()} ^ {path.name for path in notebooks("zh")}:
         found.append(f"only one language has {', '.join(sorted(missing))}")
     print(*found or ["every notebook keeps the rules"], sep="\n")

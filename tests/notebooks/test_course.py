@@ -120,7 +120,16 @@ def test_each_difference_of_languages_is_found(english: Path, kind: str) -> None
     course.store(translated, chinese)
     found = list(course.differences(chinese, english))
     assert len(found) == 1 and message in found[0]
-    assert course.check() == 1
+    assert course.main(["--check"]) == 1
+
+
+def test_a_check_of_some_executes_nothing_and_an_unknown_one_is_refused(english: Path) -> None:
+    chinese = notebook(*TRANSLATED, code=TRANSLATED_CODE)
+    for name in ("02-two.ipynb", "03-three.ipynb"):
+        course.store(chinese, course.COURSE / "zh" / name)
+    before = english.read_bytes()
+    assert course.main(["--check", "02"]) == 0 and english.read_bytes() == before
+    assert course.main(["02", "11"]) == 2 and english.read_bytes() == before
 
 
 def test_latin_punctuation_in_chinese_is_found(english: Path) -> None:
