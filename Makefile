@@ -45,8 +45,17 @@ pictures: setup ## make the pictures of docs/ from real runs, with Chromium; som
 PYTEST := . scripts/env.sh && mirrors_from_env && $(PY) -m pytest
 
 .PHONY: test
-test: setup ## run the tests; some only: make test IN=tests/train/run ARGS="-k resume"; one at a time: ARGS="-n 0"
-	@$(PYTEST) $(or $(IN),tests/train tests/examples tests/docs $(wildcard tests/notebooks)) -n auto --dist loadfile $(ARGS)
+test: setup ## run the tests; some: make test IN=tests/train/run ARGS="-k resume"; what a change needs: make test CHANGED=REV
+ifeq ($(origin CHANGED),undefined)
+	@$(PYTEST) $(or $(IN),tests/train tests/examples tests/docs tests/notebooks) -n auto --dist loadfile $(ARGS)
+else
+	@paths=$$($(PY) -m tests.changed $(CHANGED)) || exit 2; \
+	[ -z "$$paths" ] || { $(PYTEST) $$paths -n auto --dist loadfile $(ARGS); }
+endif
+
+.PHONY: test-pages
+test-pages: setup ## run the commands of docs/ and README.md; one page: make test-pages ARGS="-k sessions"
+	@$(PYTEST) $(or $(IN),tests/docs) -m pages -n auto --dist load $(ARGS)
 
 # Machines with GPUs often have a Python with torch but no network. So an existing Python is tried before make setup.
 HAS_ALL = import sys; from importlib.util import find_spec; \

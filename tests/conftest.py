@@ -1,4 +1,6 @@
-"""Writes the tests that failed into the file that TEST_FAILURES names, for `.ci/again.py` to run them once more."""
+"""Writes what `.ci/run` asks for: failed tests into the file that TEST_FAILURES names, for `.ci/again.py` to run
+them once more, and the seconds of each test into the file that TEST_TIMES names.
+"""
 
 from __future__ import annotations
 
@@ -11,20 +13,21 @@ NEVER, PERHAPS = "never", "perhaps"
 """Whether a failure of the test may be forgiven when the test passes twice afterwards."""
 
 
-def _write(name: str, forgiven: str) -> None:
-    """Add a failed test, unless this process is one of several that report to another one."""
-    if (file := os.environ.get("TEST_FAILURES")) and "PYTEST_XDIST_WORKER" not in os.environ:
-        with Path(file).open("a") as failures:
-            failures.write(f"{forgiven}\t{name}\n")
+def _write(variable: str, value: object, name: str) -> None:
+    """Add a line on a test, unless this process is one of several that report to another one."""
+    if (file := os.environ.get(variable)) and "PYTEST_XDIST_WORKER" not in os.environ:
+        with Path(file).open("a") as lines:
+            lines.write(f"{value}\t{name}\n")
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    _write("TEST_TIMES", f"{report.duration:.2f}", report.nodeid)
     if report.failed:
         # A worker that crashed reports no keywords: nobody knows what it has left behind.
         known = report.keywords and "never_forgiven" not in report.keywords
-        _write(report.nodeid, PERHAPS if known else NEVER)
+        _write("TEST_FAILURES", PERHAPS if known else NEVER, report.nodeid)
 
 
 def pytest_collectreport(report: pytest.CollectReport) -> None:
     if report.failed:
-        _write(report.nodeid, NEVER)
+        _write("TEST_FAILURES", NEVER, report.nodeid)

@@ -10,6 +10,8 @@ import pytest
 from tests.docs import pages, shell
 from tests.docs.pages import ROOT
 
+pytestmark = pytest.mark.pages
+
 
 @pytest.mark.parametrize("path", pages.english(), ids=lambda path: str(path.relative_to(ROOT)))
 def test_the_commands_of_the_page_do_what_it_says(path: Path, tmp_path: Path) -> None:

@@ -1,43 +1,42 @@
-"""What depends on the machine passes inside, too: another Python, other packages, no root, a read-only checkout.
-
-All of `make test`: make test-image IN=tests/image/test_inside.py TEST_ALL=1
-"""
+"""What depends on the machine passes inside, too: another Python, other packages, no root, a read-only checkout."""
 
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import pytest
-from conftest import Station
+from conftest import ROOT, Station, run
 
-ROOMS = {
-    # What differs inside: processes and tmux under another init, modes of files (root does not feel them), packages.
-    # The host runs all of these files, too. One call, because each one starts workers that import torch.
-    "machine": "tests/train/launcher/test_keeper.py tests/train/launcher/test_launch.py "
-    "tests/train/launcher/test_launch_scripts.py tests/train/launcher/test_script.py "
-    "tests/train/launcher/test_script_faults.py::"
-    "test_whatever_a_script_has_started_ends_with_it_except_a_tmux_server "
-    "tests/train/run/test_environment.py tests/train/run/test_imports.py tests/train/run/test_ownership.py "
-    "tests/train/run/test_run_folder.py tests/train/test_caches.py tests/train/data/test_workers.py "
-    "tests/train/commands/test_bad_input.py::test_a_runs_folder_that_cannot_be_written_is_refused "
-    "tests/train/commands/test_debuggers.py",
+
+def notebooks() -> str:
+    """What chooses the notebooks that are due; they take turns from commit to commit."""
+    commits = run("git", "-C", str(ROOT), "rev-list", "--count", "HEAD").stdout.strip()
+    listed = run(str(ROOT / ".venv/bin/python"), str(ROOT / "scripts/course.py"), "--due", commits).stdout
+    return " or ".join(listed.split())
+
+
+CALLS = {
+    "all": lambda: ("", "-q"),
     # Each notebook runs from its first cell to its last, in an empty folder.
-    "course": "tests/notebooks/test_notebooks.py",
+    "course": lambda: ("tests/notebooks/test_notebooks.py", f"-q -m minutes -k '{notebooks()}'"),
     # The operators that torchvision compiles. The other examples use only what the course uses; the host trains them.
-    "examples": "tests/examples/test_examples.py",
+    "examples": lambda: ("tests/examples/test_examples.py", "-q -m minutes -k detection"),
 }
-ARGUMENTS = {"course": "-q -m minutes", "examples": "-q -m minutes -k detection"}
-if os.environ.get("TEST_ALL"):
-    ROOMS = {"all": ""}
-FAILURES = "/tmp/test-failures"
+"""Maps what runs to IN and ARGS of `make test`."""
+FAILURES, TIMES = "/tmp/test-failures", "/tmp/test-times"
 
 
-@pytest.mark.parametrize("room", ROOMS)
-def test_make_test_passes_inside(station: Station, request: pytest.FixtureRequest, room: str) -> None:
-    arguments = [f"IN={ROOMS[room]}", f"ARGS={ARGUMENTS.get(room, '-q')}"]
-    station.dev("rm", "-f", FAILURES)
-    done = station.dev("env", f"TEST_FAILURES={FAILURES}", "make", "test", *arguments, check=False, timeout=3600)
+@pytest.mark.parametrize("what", CALLS)
+def test_make_test_passes_inside(station: Station, request: pytest.FixtureRequest, what: str) -> None:
+    chosen, arguments = CALLS[what]()
+    station.dev("rm", "-f", FAILURES, TIMES)
+    command = ["env", f"TEST_FAILURES={FAILURES}", f"TEST_TIMES={TIMES}", "make", "test"]
+    done = station.dev(*command, f"IN={chosen}", f"ARGS={arguments}", check=False, timeout=3600)
     failed = station.dev("cat", FAILURES, check=False).stdout
+    if file := os.environ.get("TEST_TIMES"):
+        with Path(file).open("a") as times:
+            times.write(station.dev("cat", TIMES, check=False).stdout.replace("\t", "\tinside "))
     if "never\t" in failed:
         request.node.add_marker("never_forgiven")
     assert done.returncode == 0, failed + done.stdout[-6000:] + done.stderr[-3000:]
