@@ -15,8 +15,6 @@ from collections import defaultdict
 from collections.abc import Iterable
 from pathlib import Path
 
-import grimp
-
 ROOT = Path(__file__).resolve().parents[1]
 ALL = ("tests/train", "tests/examples", "tests/docs", "tests/notebooks")
 """What `make test` runs."""
@@ -33,11 +31,21 @@ _ROOMS_OF_TESTS = {"slurm": "cluster"}
 
 
 class Unknown(Exception):
-    """A revision that git does not know, in one line."""
+    """What keeps us from knowing the change or the rooms, and what to type, in one line."""
 
 
 def importers() -> dict[str, set[str]]:
-    """Map each room of train/ to itself and all rooms that import it, also by way of others."""
+    """Map each room of train/ to itself and all rooms that import it, also by way of others.
+
+    Raises:
+        Unknown: import-linter's reader of imports is not installed.
+    """
+    try:
+        import grimp
+    except ModuleNotFoundError:
+        raise Unknown(
+            "import-linter is not installed here, as in the station; use a checkout's own environment"
+        ) from None
     graph = grimp.build_graph("train", cache_dir=None)
     direct: dict[str, set[str]] = defaultdict(set)
     rooms = {module.split(".")[1] for module in graph.modules if "." in module}
@@ -97,7 +105,8 @@ def needed(changes: Iterable[str], tests: Iterable[Path], above: dict[str, set[s
 def _git(*arguments: str) -> str:
     done = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=False)
     if done.returncode:
-        raise Unknown((done.stderr.strip().splitlines() or ["git failed"])[0])
+        said = (done.stderr.strip().splitlines() or ["git failed"])[0]
+        raise Unknown(f"{said}; give a revision, such as CHANGED=HEAD~1")
     return done.stdout
 
 
@@ -115,13 +124,13 @@ def changed(revision: str) -> list[str]:
 def main(arguments: list[str]) -> int:
     revision = arguments[0] if arguments else "@{upstream}"
     try:
-        changes = changed(revision)
+        changes, above = changed(revision), importers()
     except Unknown as error:
         given = arguments[0] if arguments else ""
-        print(f"make test: CHANGED={given}: {error}; give a revision, such as CHANGED=HEAD~1", file=sys.stderr)
+        print(f"make test: CHANGED={given}: {error}", file=sys.stderr)
         return 2
     tests = [path.relative_to(ROOT) for path in sorted((ROOT / "tests" / "train").rglob("test_*.py"))]
-    paths = [path for path in needed(changes, tests, importers()) if (ROOT / path).exists()]
+    paths = [path for path in needed(changes, tests, above) if (ROOT / path).exists()]
     places = sorted({str(Path(path).parent) if path.endswith(".py") else path for path in paths})
     said = f"{len(changes)} files changed since {revision}; tests: {', '.join(places) or 'none'}"
     print(f"make test: {said}", file=sys.stderr)

@@ -143,16 +143,19 @@ def test_only_python_refuses(finished: Station) -> None:
             call()
 
 
+def test_metrics_become_a_table_of_pandas(finished: Station) -> None:
+    pytest.importorskip("pandas", reason="the station's image has no room for it")
+    run = train.find("done", runs=finished.runs)
+    table = run.to_pandas()
+    assert len(table) == len(run.metrics)
+    assert table["eval.accuracy"].dropna().iloc[-1] == run.metrics[-1]["eval"]["accuracy"]
+
+
 def test_a_run_shows_what_the_command_line_shows(finished: Station, capsys: pytest.CaptureFixture[str]) -> None:
     (run,) = train.runs("do*", state=["finished", "failed"], runs=finished.runs)
     assert (run.name, run.state, run.folder) == ("done", "finished", finished.runs / "done")
     assert repr(run) == "<Run done: finished, step 46/46>" and run == train.find("done", runs=finished.runs)
     assert run.metrics == finished.metrics("done") and run.record["weights_sha256"]
-    table = run.to_pandas()
-    assert (
-        len(table) == len(run.metrics)
-        and table["eval.accuracy"].dropna().iloc[-1] == run.metrics[-1]["eval"]["accuracy"]
-    )
     assert str(run.logs()) == repr(run.logs()) == finished.ok("logs", "done").stdout
     run.show()
     assert capsys.readouterr().out == finished.ok("show", "done").stdout
