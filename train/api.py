@@ -145,7 +145,7 @@ class Run:
     @property
     @_refusing
     def state(self) -> str:
-        """created, queued, running, stopped, interrupted, copy, failed or finished; see: train ls --help."""
+        """created, queued, running, stopped, interrupted, copy, failed, finished or other-format; see: train ls -h."""
         return self._record()["state"]
 
     @property

@@ -183,7 +183,7 @@ def data_differs(run: Run, task: Task, *, config: Config, train_set: Any, eval_s
         Refused: the record of the first ones is damaged.
     """
     then = fingerprints.recorded(run.folder)
-    if then is None or then["format"] != fingerprints.FORMAT:
+    if then is None:
         return ""
     found = fingerprints.differences(then, fingerprint(task, config, train_set=train_set, eval_sets=eval_sets))
     more = f"; and {len(found) - _NAMED} more differences" if len(found) > _NAMED else ""
@@ -279,14 +279,13 @@ def _give_memory(model: nn.Module) -> None:
 
 def make_loader(
     task: Task, *, config: Config, precision: Precision, train_set: Any, eval_sets: Mapping[str, Any],
-    workers: int, left_out: Callable[[Sequence[BadSample]], None], sets_epoch: bool,
+    workers: int, left_out: Callable[[Sequence[BadSample]], None],
 ) -> Loader:  # fmt: skip
     """Return the loader of a task's datasets. It forks, so it has to be made before other threads have work.
 
     Args:
         train_set: None: only evaluation sets are loaded.
         left_out: called with samples that cannot be read, if the config leaves them out. Otherwise they end the run.
-        sets_epoch: whether datasets are told the epoch.
 
     Raises:
         Refused: workers cannot open a file that is open here, or the task has started a thread.
@@ -303,7 +302,6 @@ def make_loader(
         on_device=task.on_device,
         made_by=task.datasets,
         keeps=config.data.on_device,
-        sets_epoch=sets_epoch,
     )
 
 
@@ -385,14 +383,13 @@ def plan_of(config: Config, length: int) -> Plan:
             f"--data.drop_last true leaves nothing to train on: an epoch has {length} samples, fewer than "
             f"--batch_size {config.batch_size}; lower it, or leave out --data.drop_last"
         )
-    is_even = config.micro_batches == "even"
     return Plan(
         length=length,
         batch_size=config.batch_size,
         micro_batch_size=config.micro_batch_size,
         seed=config.seed,
         drop_last=config.data.drop_last,
-        is_even=is_even,
+        is_even=True,
         part_of=part_of,
     )
 

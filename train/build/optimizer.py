@@ -89,10 +89,9 @@ def _arguments(optim: Optim, known: dict[str, Any]) -> dict[str, Any]:
 
 def _check_momentum(optim: Optim, known: dict[str, Any]) -> None:
     """Check that optim.momentum says the momentum of sgd. Raises Refused: it does not."""
-    betas, is_sgd = optim.args.get("betas"), optim.name == "sgd" and "momentum" not in optim.args
+    is_sgd = optim.name == "sgd" and "momentum" not in optim.args
     is_default = optim.momentum == configuration.fields()["optim.momentum"].default
-    is_same = isinstance(betas, list) and betas[0] == optim.momentum  # a run of before: see config/removed.py
-    if is_default or is_sgd or is_same:
+    if is_default or is_sgd:
         return
     way = f"use --optim.args.betas '[{optim.momentum}, 0.999]'" if "betas" in known else "use --optim.args"
     raise Refused(f"--optim.momentum {optim.momentum} has no effect on {optim.name} here; leave it out, or {way}")

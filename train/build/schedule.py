@@ -30,11 +30,9 @@ over the first."""
 def rate_scale(config: Config) -> float:
     """Return the factor between optim.lr and the peak learning rate.
 
-    linear: batch_size / base_batch_size (Goyal et al., "Accurate, Large Minibatch SGD", 2017, section 2.1); sqrt, in
-    runs of earlier versions: its square root.
+    linear: batch_size / base_batch_size (Goyal et al., "Accurate, Large Minibatch SGD", 2017, section 2.1).
     """
-    ratio = config.batch_size / config.schedule.base_batch_size
-    return {"none": 1.0, "linear": ratio, "sqrt": math.sqrt(ratio)}[config.schedule.scaling]
+    return config.batch_size / config.schedule.base_batch_size if config.schedule.scaling == "linear" else 1.0
 
 
 def rate_factor(config: Config, step: int, steps_per_epoch: int, total_steps: int, drops: int = 0) -> float:

@@ -21,6 +21,7 @@ from .. import faults
 from ..config.schema import Checkpoint
 from ..parallel.world import World
 from ..run.durable import sync
+from ..run.record import FORMAT
 from ..run.run_folder import Run
 from .load import reason_of
 from .manifest import MANIFEST, PARTIAL, Files, manifest_text, set_aside
@@ -40,7 +41,7 @@ class Content:
     write: Callable[[Path], Files]
     """Writes it into a folder. Returns the manifest's entries of all files, on rank 0 at least. A collective."""
     facts: dict[str, Any]
-    """Plain values for the manifest, with its format."""
+    """Plain values for the manifest."""
 
 
 class Committer:
@@ -77,7 +78,7 @@ class Committer:
             self.world.on_first(lambda: self._begin(partial, content.size))
             listed = content.write(partial)
             faults.here("save.shards")
-            manifest = manifest_text(content.facts | {"step": step, "files": listed})
+            manifest = manifest_text(content.facts | {"format": FORMAT, "step": step, "files": listed})
             self.world.on_first(lambda: self._publish(partial, final, manifest))
         except (OSError, dcp.api.CheckpointException) as error:
             if self.world.is_first:

@@ -169,12 +169,8 @@ def packed(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def _unpacked(value: bytes, device: torch.device) -> Any:
-    """Return the objects' states from a checkpoint. An earlier release saved tensors that were on a GPU as such."""
-
-    def on_saved_device(storage: Any, saved_on: str) -> Any:
-        return storage if saved_on == "cpu" else storage.to(device=device)
-
-    held = torch.load(io.BytesIO(value), weights_only=True, map_location=on_saved_device)
+    """Return the objects' states from a checkpoint, with tensors on the device where they were."""
+    held = torch.load(io.BytesIO(value), weights_only=True)
     if not isinstance(held, tuple):
         return held
     state, on_gpu = held

@@ -66,7 +66,9 @@ def load(
             raise ValueError(f"{min(unknown)} is not in the model")
         if optimizer is not None:
             _make_places(state["optim"], dict(module.named_parameters()), written, metadata)
-        losses = {path[1] for _, path in written if path[0] == LOSSES}  # an earlier release wrote none, or not all
+        losses = {
+            path[1] for _, path in written if path[0] == LOSSES
+        }  # a fork may leave out steps where its run did not
         places = extra.state() | ({OBJECTS: b""} if extra.objects else {})
         kept = {name: value for name, value in places.pop(LOSSES, {}).items() if name in losses}
         state |= places | ({LOSSES: kept} if kept else {})

@@ -17,13 +17,10 @@ from typing import Any
 
 from ..errors import Refused
 from ..run import durable
+from ..run.record import other_format
 from ..run.run_folder import Run
 
 MANIFEST = "manifest.json"
-FORMAT = 2
-"""The newest format. Format 2 refers to a file of frozen weights."""
-WHOLE = 1
-"""The format of a checkpoint that needs no other file. Earlier versions read it."""
 FROZEN_PARTIAL = ".frozen-"
 """Prefix of a file of frozen weights that is being written."""
 _FROZEN = re.compile(r"frozen-[0-9a-f]{16}\.safetensors")
@@ -102,7 +99,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     Raises:
         ValueError: the manifest is missing or damaged; the message says how.
         Unreadable: the system cannot read it.
-        Refused: a newer version of this package wrote it.
+        Refused: it has another format.
     """
     path = folder / MANIFEST
     try:
@@ -110,10 +107,8 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         content = json.loads(text)
         if text != manifest_text(content).encode():
             raise ValueError(f"{MANIFEST} was changed after it was written")
-        if content["format"] > FORMAT:
-            raise Refused(
-                f"{folder} was written by a newer version of train (format {content['format']}); use that one"
-            )
+        if why := other_format(content, folder):
+            raise Refused(why)
         return dict(content)
     except FileNotFoundError:
         raise ValueError(f"{MANIFEST} is missing") from None
@@ -234,7 +229,7 @@ def newest_valid(
         mend: writes a damaged file of frozen weights again; None: only a rank does.
 
     Raises:
-        Refused: none is whole and the system cannot read one of them, or a newer version of this package wrote it.
+        Refused: none is whole and the system cannot read one of them, or one has another format.
             Starting from step 0 would throw away what may be there.
     """
     newest: tuple[int, dict[str, Any]] = 0, {}

@@ -25,7 +25,6 @@ from .commit import CannotSave, Committer, Content
 from .extra import packed
 from .frozen import Frozen
 from .load import reason_of
-from .manifest import FORMAT, WHOLE
 from .staging import Staging
 from .state_dict import TrainState, size_of
 from .writer import DurableWriter
@@ -129,8 +128,8 @@ class Saver:
     ) -> None:
         def prepare() -> Content:
             kept, frozen, left_out = self._frozen.leave_out(state, live, self._committer.check_room)
-            form: dict[str, Any] = {"format": FORMAT, "frozen": frozen} if frozen else {"format": WHOLE}
-            return Content(size - left_out, lambda partial: self._write(partial, kept), facts | form)
+            more = {"frozen": frozen} if frozen else {}
+            return Content(size - left_out, lambda partial: self._write(partial, kept), facts | more)
 
         self._committer.commit(step, prepare)
 

@@ -175,7 +175,7 @@ def read(folder: Path) -> dict[str, Any]:
     """Read the request of a submission from its folder.
 
     Raises:
-        Refused: it is damaged, or from an earlier version.
+        Refused: it is damaged.
     """
     try:
         found = json.loads((folder / FILE).read_text(encoding="utf-8"))
@@ -183,7 +183,7 @@ def read(folder: Path) -> dict[str, Any]:
             return dict(found)
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         pass
-    raise Refused(f"{folder / FILE} is damaged or from an earlier version; submit the run again under another --name")
+    raise Refused(f"{folder / FILE} is damaged; submit the run again under another --name")
 
 
 def other_node_folders(runs: Path, name: str) -> Sequence[Path]:

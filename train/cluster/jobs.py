@@ -163,7 +163,9 @@ def status(run: Run, tell: Tell) -> Record:
 
 def _seen(run: Run) -> Record:
     """Return a run's record as its folder shows it, with its owner."""
-    record = metrics.up_to_date(run, run.read_effective())
+    record = run.read_effective(of_any_format=True)
+    if record["state"] != states.OTHER_FORMAT:
+        record = metrics.up_to_date(run, record)
     record.pop("owner", None)  # the run itself does not decide this
     if other := owner.of_other(run):
         record["owner"] = other

@@ -51,7 +51,8 @@ def add_arguments(parser: Parser) -> None:
         "  copy         came from elsewhere, or was copied, edited or renamed by hand;\n"
         "               only train resume NAME continues it\n"
         "  failed       ended by an error; train show NAME tells which\n"
-        "  finished     trained to the end"
+        "  finished     trained to the end\n"
+        "  other-format written by another version of train; ls, show, logs and rm work"
     )
     add = parser.add_argument
     add_names(parser, "*")
@@ -102,6 +103,8 @@ def _add_details(records: list[Record], runs: Path) -> None:
     """Add the configuration and the metrics of the last evaluation to the records of these runs."""
     for record in records:
         run = Run(runs / record["name"])
+        if record["state"] == states.OTHER_FORMAT:
+            continue
         record["config"] = spec_of(record, run.read_config()).used_config
         if not record.get("metrics") and (line := last_evaluation(run)) is not None:
             record["metrics"] = line["eval"]

@@ -26,6 +26,7 @@ def run(options: Namespace, runs: Path) -> int:
     from ..run import folders
 
     found = folders.find(runs, options.name).held()
+    found.read()  # refuses a run that this version cannot copy
     if not (url := process.url_of(found)):
         raise Refused(f"{found.name} has no mirror; give it one: train resume {found.name} --checkpoint.mirror URL")
     process.complete(found)

@@ -249,9 +249,9 @@ def _weights_at(text: str, runs: Path) -> Path:
     if not is_run or (sign and not which):
         raise Refused(f"--init {text}: no file and no run has this name; give a FILE, NAME, NAME@best or NAME@STEP")
     run = folders.find(runs, name)
-    step = run.newest_checkpoint
+    step, spec = run.newest_checkpoint, read_spec(run)
     if which:
-        step = best.checkpoint_named(run, by=read_spec(run).best_by, text=which, tell=screen.remark) or step
+        step = best.checkpoint_named(run, by=spec.best_by, text=which, tell=screen.remark) or step
     if not step:
         raise Refused(f"--init {text}: {name} has no checkpoint yet")
     return run.checkpoint(step).absolute()

@@ -131,11 +131,9 @@ class Parser(argparse.ArgumentParser):
         if plain not in self.flags and self.takes_fields and plain.startswith(("task.", "optim.args.")):
             self.add_argument(f"--{plain}", action=Field, help="known to the task or to torch only")
         if plain not in self.flags:
-            from ..config import removed  # late: most commands take no fields
-
             known = [action.option_strings[-1][2:] for action in self.flags.values()]
             near = nearest(plain, known, otherwise=f"; see: {self.prog} --help", dashes="--")
-            raise Refused(f"--{plain}{removed.hint(plain)}" if removed.hint(plain) else f"unknown flag --{plain}{near}")
+            raise Refused(f"unknown flag --{plain}{near}")
         return self.flags[plain]
 
     def error(self, message: str) -> NoReturn:

@@ -49,12 +49,17 @@ def run(options: Namespace, runs: Path) -> int:
         if begun is not None:
             screen.say(options.name, sys.stdout)
         return follow(begun, options.name) if begun is not None and options.follow else EXIT_FINISHED
-    code = EXIT_FINISHED
-    found = {run.name: is_resumable(run) for run in folders.every(runs)}
+    code, found = EXIT_FINISHED, dict[str, bool | None]()
+    for one in folders.every(runs):
+        try:
+            found[one.name] = is_resumable(one)
+        except Refused as error:
+            screen.remark(f"skipped {one.name}: {error}")
+            code = EXIT_REFUSED
     names = [name for name in found if found[name]]
     for name in (name for name in found if found[name] is None):
         screen.remark(f"skipped {name}, which was not started here; to adopt it: train resume {name}")
-    if not names:
+    if not names and code == EXIT_FINISHED:
         screen.say(f"no run in {runs} was interrupted; to continue a stopped or failed run: train resume NAME")
     for name in names:
         options.name = name

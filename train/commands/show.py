@@ -27,16 +27,20 @@ def run(options: Namespace, runs: Path) -> int:
     """Print the story, or the record as JSON."""
     from ..cluster import jobs
     from ..mirror import state as mirror
-    from ..run import best, folders
+    from ..run import best, folders, states
     from ..run.spec import spec_of
     from ..supervise import programs
     from ..views.listing import story
 
     run = folders.find(runs, options.name)
     record = jobs.status(run, screen.remark)
-    spec = spec_of(record, run.read_config())
+    is_other = record["state"] == states.OTHER_FORMAT
+    spec = spec_of(record, {} if is_other else run.read_config())
     if not options.json:
         print(story(run, record, spec))
+        return EXIT_FINISHED
+    if is_other:
+        print(json.dumps(record, indent=1))
         return EXIT_FINISHED
     has_steps = programs.of(spec).reports_steps(record["attempts"])
     facts = best.facts(run, spec.best_by) if has_steps else {}

@@ -22,7 +22,7 @@ import pydantic_core
 from pydantic import ConfigDict, TypeAdapter
 
 from ..errors import Refused, nearest, one_line
-from . import removed, schema
+from . import schema
 from .schema import ON_RESUME, Config
 
 NONE = "none"
@@ -213,7 +213,7 @@ def flatten(tree: dict[str, Any], source: str = "") -> dict[str, Any]:
             if not (isinstance(value, list) and all(isinstance(name, str) for name in value)):
                 raise Refused(f'{source}{NONE} must be a list of field names, such as {NONE} = ["task.size"]')
             flat.update(dict.fromkeys(value))
-        elif key not in groups and not (key in removed.GROUPS and isinstance(value, dict)):
+        elif key not in groups:
             flat[key] = value
         elif isinstance(value, dict):
             flat |= spread({f"{key}.{inner}": leaf for inner, leaf in value.items()})

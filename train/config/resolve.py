@@ -17,7 +17,6 @@ import pydantic_core
 from pydantic import TypeAdapter
 
 from ..errors import Refused, nearest, one_line, shortened
-from . import removed
 from .fields import (
     fields,
     flatten,
@@ -53,14 +52,12 @@ def resolve(
     _settings_types(settings, task_file)  # refuse annotations that are no types before values
     flat: dict[str, Any] = {"epochs": fields()["epochs"].default}
     source = f"DEFAULTS in {task_file}: "
-    removed.check(defaults, source)
     flat = layer(dict(defaults), settings, source, flat)
     build(flat, settings, source=f"{task_file}: ", partial=True)
     if config_file is not None:
         source = f"{config_file}: "
         # check the file alone first, so that a message names the file and not the flags
         given = flatten(read_toml(Path(config_file)), source)
-        removed.check(given, source)
         flat = layer(given, settings, source, flat)
         build(flat, settings, source=source, partial=True)
     config = with_flags(flags, settings=settings, task_file=task_file, flat=flat)
@@ -76,7 +73,6 @@ def with_flags(flags: Mapping[str, str], *, settings: type | None, task_file: Pa
     """
     own = {f"task.{name}": hint for name, hint in _settings_types(settings, task_file).items()}
     known = _types(flags) | own
-    removed.check(flags, "--")
     for name in flags:
         if name not in known:
             hint = nearest(name, known, otherwise=f"; the settings of this task: {', '.join(own)}" if own else "")
@@ -135,7 +131,6 @@ def check_flags(flags: Mapping[str, str]) -> dict[str, Any]:
         Refused: a value does not fit its field, or two fields exclude each other.
     """
     known = _types(flags)
-    removed.check(flags, "--")
     values = {name: parse_value(name, known[name], text) for name, text in flags.items() if name in known}
     layer(values, None, "", {})
     return values
@@ -242,7 +237,7 @@ def _from_tree(tree: dict[str, Any], settings: type | None, source: str) -> Conf
     for field in dataclasses.fields(settings) if settings else ():
         if field.default is None:
             blank[f"task.{field.name}"] = None
-    flat = layer(removed.modern(flatten(tree, source)), settings, source, blank)
+    flat = layer(flatten(tree, source), settings, source, blank)
     return build(flat, settings, source=source)
 
 
@@ -256,7 +251,7 @@ def read_flat(path: Path) -> dict[str, Any]:
     Raises:
         Refused: the file was edited and is no configuration.
     """
-    return _blank() | removed.modern(flatten(read_toml(path), f"{path}: "))
+    return _blank() | flatten(read_toml(path), f"{path}: ")
 
 
 def check_lasts(config: Config, settings: type | None) -> None:
@@ -282,10 +277,8 @@ def check_lasts(config: Config, settings: type | None) -> None:
 
 
 def forbidden_changes(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
-    """Return the dotted names of fields that differ and that a resume may not change.
-
-    A field that is missing in `before` had its default: it did not exist when `before` was written.
-    """
+    """Return the dotted names of fields that differ and that a resume may not change. A field that is missing in
+    `before` has its default: new fields do not change the format of run folders."""
     known = fields()
     defaults = {name: info.default for name, info in known.items()}
     names = [name for name in sorted(before.keys() | after.keys()) if not (name in known and known[name].may_change)]

@@ -50,11 +50,6 @@ def _as_argument(value: Any, check: Callable[[Any], Any]) -> Any:
 Argument = Annotated[bool | float | list[float] | None, WrapValidator(_as_argument)]
 """A value in `optim.args`; None: the argument is not passed."""
 
-Scaling = Annotated[
-    Literal["none", "linear"], WrapValidator(lambda value, check: value if value == "sqrt" else check(value))
-]
-"""A rule for the learning rate. Runs of earlier versions may have sqrt, too; removed.py refuses it in requests."""
-
 if TYPE_CHECKING:
     StrategyName = str
 else:
@@ -119,7 +114,7 @@ class Schedule:
     its last step. Default: the end of the run."""
     start_epoch: Epochs = 0.0
     """Epoch with which the warm-up and the decay start, for a new cycle in a fork."""
-    scaling: Scaling = "none"
+    scaling: Literal["none", "linear"] = "none"
     """linear: multiply lr by batch_size / base_batch_size (Goyal et al., 2017)."""
     base_batch_size: Count = 256
     """Global batch size for which optim.lr was chosen. Used by scaling."""
@@ -273,9 +268,6 @@ class Config:
     micro_batch_size: Count | Literal["auto"] | None = None
     """Maximum number of samples per forward and backward. Default: batch_size / ranks of the first launch, rounded up.
     auto: as many of these as fit into the device's memory, found by trying at the first launch."""
-    micro_batches: Literal["even", "full"] | None = None
-    """How a global batch is cut into micro batches. even (default): their sizes differ by at most one sample. full: all
-    but the last have micro_batch_size samples, as in runs of earlier versions."""
     precision: Literal["auto", "fp64", "fp32", "tf32", "bf16", "fp16"] = "auto"
     """Arithmetic. auto: tf32 on GPUs of compute capability 8.0 or newer, else fp32; chosen once, at the launch. bf16
     and fp16: autocast over fp32 weights, faster than tf32. fp16 and tf32 need a GPU."""

@@ -23,7 +23,6 @@ from torch.utils.data import Dataset
 from ..errors import Refused, may_pass
 from .hidden import is_below_hidden
 
-FORMAT = 2
 FACTS = "data.json"
 """Name of the file in the run folder."""
 LISTED = 200_000
@@ -59,7 +58,7 @@ def of_sets(root: str, own: Any, *, train_set: Any, eval_sets: Mapping[str, Any]
         text = json.dumps(value, sort_keys=True)
         facts[f"{_OWN}{key}"] = text if len(text) <= _SHOWN else sha256_of(text)
     listed = files if len(files) <= LISTED else sha256_of(json.dumps(files, sort_keys=True))
-    return {"format": FORMAT, "facts": facts, "files": listed}
+    return {"facts": facts, "files": listed}
 
 
 def recorded(folder: Path) -> dict[str, Any] | None:
@@ -71,7 +70,7 @@ def recorded(folder: Path) -> dict[str, Any] | None:
     path = folder / FACTS
     try:
         found = json.loads(path.read_text())
-        return {"format": found["format"], "facts": dict(found["facts"]), "files": found.get("files", {})}
+        return {"facts": dict(found["facts"]), "files": found["files"]}
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, TypeError):
@@ -79,18 +78,18 @@ def recorded(folder: Path) -> dict[str, Any] | None:
 
 
 def hidden_in(then: dict[str, Any]) -> list[str]:
-    """Return the hidden files of a fingerprint: a user's own reader took them, or a task of an earlier version."""
+    """Return the hidden files of a fingerprint, which a user's own reader took."""
     own = [key.removeprefix(_OWN) for key in then["facts"] if key.startswith(_OWN)]
     files = then["files"] if isinstance(then["files"], dict) else ()
     return [name for name in [*files, *own] if is_below_hidden(name)]
 
 
 def differences(then: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """Return the differences between the data of two fingerprints of this format, the most telling first."""
+    """Return the differences between the data of two fingerprints, the most telling first."""
     before, after = then["files"], now["files"]
     if isinstance(before, dict) and isinstance(after, dict):
         missing = [name for name in before if name not in after]
-        differences_found = [f"{name} is {'hidden' if is_below_hidden(name) else 'gone'}" for name in missing]
+        differences_found = [f"{name} is gone" for name in missing]
         differences_found += [f"{name} is new" for name in after if name not in before]
         changed = [name for name, size in before.items() if after.get(name, size) != size]
         differences_found += [f"{name} has {after[name]} bytes and had {before[name]}" for name in changed]

@@ -112,7 +112,6 @@ class Loader:
         on_device: OnDevice | None = None,
         made_by: Callable[..., Any] | None = None,
         keeps: bool = False,
-        sets_epoch: bool = True,
     ) -> None:
         """
         Args:
@@ -123,7 +122,6 @@ class Loader:
             on_device: what becomes of a batch there; what it draws at random is seeded by the micro batch.
             made_by: the task's function that made the datasets; random generators in its file are seeded too.
             keeps: sets that are tensors in memory are copied to the device once. Without workers.
-            sets_epoch: whether datasets are told the epoch of what is fetched.
             skipped: called with samples that cannot be read, which are left out; None raises what the first one raised.
 
         Raises:
@@ -146,7 +144,7 @@ class Loader:
         # at the first batch, for no GPU is chosen yet; once, though training and evaluation may share a tensor
         keep = functools.cache(lambda tensor: tensor.to(device)) if keeps else None
         self._fetching = _Fetching([
-            gatherer(each, collate, skip=skips, made_by=made_by, name=name, keep=keep, sets_epoch=sets_epoch)
+            gatherer(each, collate, skip=skips, made_by=made_by, name=name, keep=keep)
             for name, each in sets
         ])  # fmt: skip
         self._loader = DataLoader(

@@ -78,7 +78,7 @@ def owned(*holders: Any) -> list[Seed]:
 def search(*holders: Any) -> tuple[list[Seed], str]:
     """Do the same as `owned`, and also return what is wrong with the search; '' if nothing is.
 
-    The first search numbers what it finds, and earlier runs rely on these numbers. `reach` finds the others.
+    The first search numbers what it finds, and seeds follow from these numbers. `reach` finds the others.
     """
     near = _near(holders)
     reached, problem = reach.generators(holders)

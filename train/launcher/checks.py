@@ -250,13 +250,11 @@ def _record(task: Task, samples: int, total: int) -> dict[str, Any]:
         "samples": samples,
         "sampler": task.sampler,
         "git_revision": provenance.git_revision(),
-        "gathers_products": True,
-        "compiles_torch": True,
     }
 
 
 def cut_batch(config: Config, local: int, nodes: range) -> None:
-    """Choose the size of a new run's micro batches and how they are cut, unless they are given.
+    """Choose the size of a new run's micro batches, unless it is given.
 
     Args:
         local, nodes: as in `check_ranks`.
@@ -270,7 +268,6 @@ def cut_batch(config: Config, local: int, nodes: range) -> None:
         # rounded up for the smallest number of forward passes, but down if that would leave a rank without work
         size = -(-config.batch_size // ranks)
         config.micro_batch_size = size if -(-config.batch_size // size) >= ranks else config.batch_size // ranks
-    config.micro_batches = config.micro_batches or "even"
     micros = -(-config.batch_size // config.micro_batch_size)
     if micros < ranks:
         raise Refused(

@@ -106,7 +106,7 @@ def _problems(
     precision = cpu_precision(config)
     loader = objects.make_loader(  # as a rank does: before it connects
         task, config=config, precision=precision, train_set=None, eval_sets=eval_sets,
-        workers=min(config.data.workers or 0, 1), left_out=lambda bad: None, sets_epoch=True,
+        workers=min(config.data.workers or 0, 1), left_out=lambda bad: None,
     )  # fmt: skip
     if ranks > 1:  # a task may use collectives
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

@@ -42,7 +42,7 @@ from .unused_fields import asked, functions_of, of_functions, of_no_use
 
 _CODE = ("task.py", imports.MODULES)
 """Files with the code of a run."""
-_OF_CODE = ("task", "task_source", "task_imports", "task_watched", "task_sha256", "sets_epoch")
+_OF_CODE = ("task", "task_source", "task_imports", "task_watched", "task_sha256")
 """Fields of run.json about the code of a run."""
 _PLAIN = (bool, int, float, str, list, tuple, type(None))
 """Types of an optimizer's arguments that can be compared."""
@@ -73,8 +73,6 @@ class _Code:
         known = {old.get("task_sha256"), *_digests(old).values()}
         now = {str(given): self.task.sha256, **_digests(self.record)}
         self.edited = [Path(path).name for path, digest in now.items() if digest not in known]
-        if not self.edited:
-            self.record |= {"sets_epoch": old.get("sets_epoch", False)}
 
     @property
     def sets_optimizer(self) -> bool:
@@ -121,7 +119,7 @@ def prepare_fork(run: Run, step: int, flags: dict[str, str], ranks: int, file: s
         differs, facts = _data_of(run, task, config, train_set=found.train_set, eval_sets=found.eval_sets)
         warnings, files[fingerprint.FACTS] = warnings + differs, facts
     else:
-        warnings += check_data(run, spec, task, config, found.train_set, found.eval_sets)
+        check_data(run, spec, task, config, found.train_set, found.eval_sets)
     warnings += imports.edited(run, spec) if given is None else []
     if found.total <= step:
         end = f"the new run would end after step {found.total}; give more --epochs or --steps"
@@ -149,8 +147,7 @@ def prepare_fork(run: Run, step: int, flags: dict[str, str], ranks: int, file: s
         "sampler": task.sampler, "chosen": list(spec.chosen),
         "step": step, "total_steps": found.total, "git_revision": provenance.git_revision(),
         "versions": provenance.versions(found.cards), "forked_from": _ancestry(run, step, spec, code),
-        "compiles_torch": True, "warnings": warnings, "unused_fields": no_use,
-        "not_exact": checks.not_exact(task, config, found), "gathers_products": True,
+        "warnings": warnings, "unused_fields": no_use, "not_exact": checks.not_exact(task, config, found),
     }  # fmt: skip
     warnings += [f"not exact: {line}" for line in made["not_exact"]]
     return Plan(files=files, record=made, copies=copies | begin.copies, warnings=warnings, ranks=ranks)
@@ -231,7 +228,6 @@ def _config(run: Run, step: int, code: _Code, flags: dict[str, str]) -> Config:
         raise Refused(f"a fork cannot change --overfit; start a new run with its weights: --init {run.name}@{step}")
     if step:
         config.init = config.init_skip = ""  # the weights come from the checkpoint
-    config.micro_batches = config.micro_batches or "full"  # the run is from an earlier version
     if config.micro_batch_size == "auto":
         raise Refused("--micro_batch_size auto does not work for a fork; give a number")
     if config.precision == "auto":

@@ -213,7 +213,7 @@ def _stop_all(runs: Path, tell: _Log, sign_of_life: Callable[[], None]) -> None:
             record = run.read()
             if not run.alive() or resumable.is_kept_elsewhere(record):
                 return
-            # a record without a station comes from a user without a key, or from an earlier release
+            # a record without a station comes from a user without a key
             station = record.get(ownership.STATION)
             if station != own if station else record.get("host") != here:
                 tell(run, f"left alone, because it belongs to another station ({record.get('host')})")

@@ -21,11 +21,11 @@ def is_resumable(run: Run) -> bool | None:
     """Whether `train resume --all` and the keeper resume this run. They skip runs that a user stopped or that failed.
 
     None: they would resume it if it had been started on this station.
+
+    Raises:
+        Refused: the record cannot be read.
     """
-    try:
-        record = run.read_effective()
-    except Refused:
-        return False
+    record = run.read_effective()
     if is_kept_elsewhere(record):
         return False
     if record["state"] == states.COPY:

@@ -12,13 +12,10 @@ from ..build import objects, sampling
 from ..build.first_weights import mender
 from ..build.objects import config_of, data_differs, task_of
 from ..checkpoint import manifest as manifests
-from ..config import Config, removed, strategies
+from ..config import Config, strategies
 from ..config.resolve import check_changes
-from ..data import fingerprint
 from ..errors import Refused
-from ..parallel.compiling import is_of_torch
 from ..parallel.devices import NoGPU
-from ..parallel.precision import Precision
 from ..run import imports, owner, states
 from ..run.metrics import evaluations
 from ..run.run_folder import Run
@@ -56,7 +53,7 @@ def prepare_resume(run: Run, flags: dict[str, str], local: int, nodes: range = A
     step, manifest, unused = manifests.newest_valid(run, mend=mender(run, task, kept, tell=told.append))
     if manifest:
         what = f"{run.folder / 'config.toml'} does not fit the checkpoints of {run.name}"
-        check_changes(removed.modern(manifest["config"]), configuration.to_flat(config), what=what)
+        check_changes(manifest["config"], configuration.to_flat(config), what=what)
         if manifest.get("task_sha256") != task.sha256:
             if not task.is_built_in:
                 raise Refused(f"{task.file} has changed since {run.name} started; put the original back")
@@ -66,7 +63,6 @@ def prepare_resume(run: Run, flags: dict[str, str], local: int, nodes: range = A
     if config.precision == "fp16" and (config.device == "cpu" or not cuda.device_count()):
         problem = f"{run.name} computes in fp16, which needs a GPU, but torch sees none here"
         raise Refused(f"{problem}; check with nvidia-smi, or resume it on a machine with a GPU")
-    _check_compiled(run, spec, task, config, flags)
     checks.check_ranks(config, local, nodes)
     source = of_run(run, task, spec)
     try:
@@ -76,8 +72,8 @@ def prepare_resume(run: Run, flags: dict[str, str], local: int, nodes: range = A
     except NoGPU:
         on_cpu = f"check with nvidia-smi, or continue on the CPU with other bits: train resume {run.name} --device cpu"
         raise NoGPU(f"{run.name} computes on GPUs, but torch sees none here; {on_cpu}") from None
-    _check_gathering(run, spec, config, found.precision, ranks, flags)
-    warnings = [*told, *unused, *found.warnings, *check_data(run, spec, task, config, found.train_set, found.eval_sets)]
+    warnings = [*told, *unused, *found.warnings]
+    check_data(run, spec, task, config, found.train_set, found.eval_sets)
     warnings += imports.edited(run, spec)
     if found.total < step:
         more = f"more than the requested {found.total}; give more --epochs or --steps"
@@ -107,57 +103,25 @@ def prepare_resume(run: Run, flags: dict[str, str], local: int, nodes: range = A
     return config, warnings
 
 
-def _check_gathering(
-    run: Run, spec: Spec, config: Config, precision: Precision, ranks: int, flags: dict[str, str]
-) -> None:
-    """Refuse a run from before fsdp gathered weights in bf16 and fp16: it would continue with other bits."""
-    splits = strategies.of(config.parallel.strategy, ranks).splits_parameters
-    if precision.products is not None and splits and not spec.gathers_products:
-        old = f"{run.name} is from before {config.parallel.strategy} gathered weights in {config.precision}"
-        raise Refused(f"{old}, and would continue with other bits{_elsewhere(run, flags)}")
-
-
-def _check_compiled(run: Run, spec: Spec, task: Task, config: Config, flags: dict[str, str]) -> None:
-    """Check that `compile` means what it meant when the run started. Raises Refused: it does not."""
-    is_new = spec.compiles_torch or not run.newest_checkpoint
-    if config.compile is True and not is_new and is_of_torch(objects.make_model(task, config)):
-        raise Refused(
-            f"{run.name} is from a version in which --compile true compiled no nn.Sequential, so it would end with "
-            f"other bits; {fork_of(run, flags)}"
-        )
-
-
 def _elsewhere(run: Run, flags: dict[str, str]) -> str:
     """Return the end of a refusal about fields that a resume may not change."""
     return f"; {fork_of(run, flags)}" if run.newest_checkpoint else "; it has no checkpoint, so start a new run"
 
 
-def check_data(
-    run: Run, spec: Spec, task: Task, config: Config, train_set: Any, eval_sets: dict[str, Any]
-) -> list[str]:
-    """Check that the data are those with which the run started. Returns warnings.
+def check_data(run: Run, spec: Spec, task: Task, config: Config, train_set: Any, eval_sets: dict[str, Any]) -> None:
+    """Check that the data are those with which the run started.
 
     Raises:
         Refused: they are not.
     """
-    differs, then = (
-        data_differs(run, task, config=config, train_set=train_set, eval_sets=eval_sets),
-        fingerprint.recorded(run.folder),
-    )
+    differs = data_differs(run, task, config=config, train_set=train_set, eval_sets=eval_sets)
     if differs:
-        way = "put them back as they were"
-        if then and (hidden := fingerprint.hidden_in(then)):
-            version = spec.git_revision or "with which it was started"
-            way = f"this version skips hidden files ({hidden[0]}), so continue with the version {version}"
-        init = f"start a new run with its weights: --init {run.name}"
-        raise Refused(f"the data have changed since {run.name} started ({differs}); {way}, or {init}")
+        way = f"put them back as they were, or start a new run with its weights: --init {run.name}"
+        raise Refused(f"the data have changed since {run.name} started ({differs}); {way}")
     length = objects.plan_of(config, sampling.samples_of(spec, train_set)).length
     samples = length if spec.samples is None else spec.samples
-    if length != samples:  # only for a run of an earlier version: the check above covers the others
+    if length != samples:  # only for a run whose data.json was removed: the check above covers the others
         raise Refused(
             f"the training set had {samples} samples when {run.name} started and has {length} now; put "
             "the data back as they were"
         )
-    if then and then["format"] != fingerprint.FORMAT:
-        return [f"{run.name} is from an earlier version, so its data are not checked for changes"]
-    return []

@@ -241,7 +241,6 @@ def kept(task: Task, given: Path, data: str) -> tuple[dict[str, str | bytes], di
         "task": task.name if source is None else "task.py",
         "task_source": str(source) if source else None,
         "task_sha256": task.sha256,
-        "sets_epoch": True,
         **needed.record(),
     }
     return ({} if source is None else {"task.py": task.file.read_bytes(), **needed.files()}), record

@@ -10,6 +10,7 @@ from pathlib import Path, PurePosixPath
 from ..checkpoint.manifest import MANIFEST, verify
 from ..errors import Refused
 from ..run import durable, folders, ownership
+from ..run.record import other_format
 from ..run.run_folder import Run
 from . import state as states
 from .copying import step_of
@@ -32,6 +33,8 @@ def fetch(url: str, runs: Path, name: str | None) -> tuple[Run, list[str], int]:
             raise Refused(f"no run is mirrored at {url}; give the URL of its checkpoint.mirror")
         content = json.loads(remote.read("run.json"))
         name = name if name is not None else str(content["name"])
+        if why := other_format(content, url):
+            raise Refused(why)
         folders.check_free(runs, name)
         staging = runs / f".fetching-{name}-{os.getpid()}"
         staging.mkdir(parents=True)

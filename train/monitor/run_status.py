@@ -174,7 +174,7 @@ class Runs:
         known = self._known.get(run.name)
         if known is not None and known[0] == mark:
             return known[1], status.st_mtime
-        record = run.read_effective()
+        record = run.read_effective(of_any_format=True)
         if record["state"] in _ENDED:  # other states can change without this file
             self._known[run.name] = mark, record
         return record, status.st_mtime

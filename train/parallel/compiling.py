@@ -53,12 +53,6 @@ def _call(forward: Any, *args: Any, **kwargs: Any) -> Any:
     return forward(*args, **kwargs)
 
 
-def is_of_torch(model: nn.Module) -> bool:
-    """Whether the model has a forward, and it is in torch's own files."""
-    forward = type(model).forward
-    return forward is not nn.Module.forward and forward.__module__.startswith("torch.")
-
-
 class Compiling:
     """Shows the agent that this rank compiles, which may take minutes, and whether anything was compiled."""
 

@@ -134,12 +134,8 @@ def read(folder: Path) -> SavedEnvironment | None:
     """Return the environment kept in a run folder; None if it is missing or cannot be read."""
     try:
         tree = json.loads((folder / FILE).read_text(encoding="utf-8"))
-        withheld = [*map(str, tree["withheld"]), *map(str, tree.get("cut", []))]  # `cut`: of an earlier release
-        values = {str(name): str(value) for name, value in tree["values"].items() if name not in withheld}
-        # an earlier release kept more, and knew secrets by other rules
-        withheld += [name for name, value in values.items() if is_secret(name, value)]
-        values = {name: value for name, value in values.items() if name not in withheld}
-        return SavedEnvironment(values, withheld)
+        values = {str(name): str(value) for name, value in tree["values"].items()}
+        return SavedEnvironment(values, [*map(str, tree["withheld"])])
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
 

@@ -18,6 +18,7 @@ from typing import Any
 from ..errors import Refused, nearest, shortened
 from . import durable, ownership
 from .durable import sync, write_atomically
+from .record import FORMAT
 from .run_folder import Run, now
 from .states import CREATED
 
@@ -142,10 +143,10 @@ def create(
         with (staging / "lock").open("w") as lock:  # before the folder has its name
             durable.flock(lock.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB, runs)
         base: dict[str, Any] = {
-            "name": name, "state": CREATED, "reason": "", "world_size": None, "attempts": [], "step": 0, "epoch": 0,
-            "total_steps": None, "tmux_session": None, "pids": {}, "host": socket.gethostname(), "versions": {},
-            "git_revision": None, "created": now(), "started": None, "ended": None, "weights_sha256": None,
-            "metrics": {}, "stopped_by": None,
+            "format": FORMAT, "name": name, "state": CREATED, "reason": "", "world_size": None, "attempts": [],
+            "step": 0, "epoch": 0, "total_steps": None, "tmux_session": None, "pids": {},
+            "host": socket.gethostname(), "versions": {}, "git_revision": None, "created": now(), "started": None,
+            "ended": None, "weights_sha256": None, "metrics": {}, "stopped_by": None,
         }  # fmt: skip
         base |= record
         base |= ownership.sign(runs / name, base, staging)

@@ -22,9 +22,7 @@ from . import durable, environment
 STATION, DIGEST = "station", "station_digest"
 """Fields of run.json: the id of the station that has started the run, and the digest with its key. None: no key."""
 _FILES = ("task.py", "modules.zip", "config.toml", environment.FILE)
-_FIELDS = ("task", "task_source", "script", "script_arguments", "cwd", "cluster")
-_LATER_FIELDS = ("script_module", "on_restart")
-"""More such fields, which the digest covers only where they are set: runs of earlier releases have none."""
+_FIELDS = ("task", "task_source", "script", "script_module", "script_arguments", "on_restart", "cwd", "cluster")
 _KEY_BYTES = 32
 
 
@@ -71,7 +69,6 @@ def _digest(folder: Path, record: Mapping[str, Any], files: Path) -> str | None:
     if key is None:
         return None
     fields = {name: record.get(name) for name in _FIELDS}
-    fields |= {name: record[name] for name in _LATER_FIELDS if record.get(name) not in (None, "")}
     try:
         present = [name for name in _FILES if (files / name).exists()]
         content = {name: hashlib.sha256(durable.read_bytes(files / name)).hexdigest() for name in present}

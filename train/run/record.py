@@ -3,16 +3,23 @@
 Imports no torch.
 """
 
+import contextlib
 import functools
+import json
 import sys
+from collections.abc import Mapping
 from types import UnionType
 from typing import Any, NotRequired, TypedDict, cast, get_args, get_origin, get_type_hints, is_typeddict
 
+from ..errors import shortened
+
+FORMAT = 1
+"""Number of the format of run folders and checkpoints. docs/contributing.md says when it is raised."""
 _LARGEST = sys.float_info.max
 """Maximum of an integer: larger ones overflow when converted to float."""
 
 
-class Times(TypedDict, total=False):
+class Times(TypedDict):
     """Where the time of an attempt went: seconds since it was ready, by the clock of rank 0."""
 
     step: int
@@ -74,8 +81,10 @@ class Submitted(TypedDict):
 
 
 class Record(TypedDict):
-    """run.json. Keeps unknown fields of a newer version. Times of day are ISO 8601 in UTC."""
+    """run.json. Fields that are not listed here are kept. Times of day are ISO 8601 in UTC."""
 
+    format: int
+    """FORMAT, when the run was created."""
     name: str
     """Name of the run folder: renaming the folder renames the run."""
     state: str
@@ -113,7 +122,7 @@ class Record(TypedDict):
     nproc: NotRequired[int]
     gpus: NotRequired[str | None]
     max_restarts: NotRequired[int | None]
-    """None: not chosen, so the program decides when a rank dies. Runs of earlier releases have no such field."""
+    """None: not chosen, so the program decides when a rank dies."""
     kept: NotRequired[dict[str, int] | None]
     """How often the keeper has resumed the run, and at which step."""
     torchelastic: NotRequired[str | None]
@@ -122,13 +131,6 @@ class Record(TypedDict):
     task: NotRequired[str]
     task_source: NotRequired[str]
     task_sha256: NotRequired[str]
-    sets_epoch: NotRequired[bool]
-    """Whether `set_epoch` of datasets is called; false for runs from before that was introduced."""
-    gathers_products: NotRequired[bool]
-    """Whether fsdp gathers weights in the type of bf16 and fp16; false for runs from before that was introduced."""
-    compiles_torch: NotRequired[bool]
-    """Whether --compile true compiles a model whose forward is torch's own, such as an nn.Sequential; false for runs
-    from before that was introduced."""
     task_imports: NotRequired[dict[str, str]]
     """Maps files that the task needs and of which the run has copies to their digests; see imports.py."""
     task_watched: NotRequired[dict[str, str]]
@@ -193,6 +195,34 @@ class Record(TypedDict):
     """The fields of config.toml by their dotted names. Only in the output of `train ls`."""
     refused: NotRequired[Any]
     """Set if this machine cannot join the other machines of the run."""
+
+
+_SHOWN = {"step", "epoch", "total_steps", "world_size", "created", "started", "ended", "host"}
+"""Fields of a run of another format that are shown if they have the types of this format."""
+
+
+def other_format(content: Mapping[str, Any], what: object) -> str:
+    """Return why this version cannot use a run or a checkpoint, given its run.json or manifest; '' if it can.
+
+    Args:
+        what: Its name, for the text.
+    """
+    found = content.get("format")
+    if type(found) is int and found == FORMAT:
+        return ""
+    has = "has no format" if found is None else f"has the format {shortened(json.dumps(found), 20)}"
+    return f"{what} {has}, and this version of train uses format {FORMAT}; use the version that wrote it"
+
+
+def shown(content: Mapping[str, Any], state: str, reason: str) -> Record:
+    """Return the fields of a run.json of another format that can be shown: all of them are plain values."""
+    record: dict[str, Any] = {"name": content["name"], "format": content.get("format"), "state": state}
+    record |= {"reason": reason, "stopped_by": None, "attempts": [], "step": 0, "epoch": 0, "world_size": None}
+    for name in _SHOWN & content.keys():
+        with contextlib.suppress(ValueError):
+            _check(name, content[name], _hints(Record)[name])
+            record[name] = content[name]
+    return cast(Record, record)
 
 
 def checked(content: dict[str, Any]) -> Record:

@@ -21,10 +21,9 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, cast
 
-from .. import signals
 from ..errors import Refused
 from . import durable, heartbeat, ownership, states
-from .record import Attempt, Record, checked
+from .record import Attempt, Record, checked, other_format, shown
 
 NOTE_PATIENCE = 5.0
 """Seconds `Run.note` waits for the lock of the record: far more than a working disk needs."""
@@ -103,24 +102,29 @@ class Run:
     def metrics(self) -> Path:
         return self.folder / "metrics.jsonl"
 
-    def read(self) -> Record:
+    def read(self, of_any_format: bool = False) -> Record:
         """Read run.json.
 
+        Args:
+            of_any_format: Whether to return what can be shown of a run of another format, in the state OTHER_FORMAT.
+                Only for what neither executes nor changes the run.
+
         Raises:
-            Refused: it is missing or damaged.
+            Refused: it is missing or damaged, or another version of train has written it.
         """
         path = self.folder / "run.json"
         try:
-            content = json.loads(durable.read_bytes(path))
-            record = checked({"stopped_by": None, **content, "name": self.name})
+            content = {**json.loads(durable.read_bytes(path)), "name": self.name}
+            if why := other_format(content, self.name):
+                if not of_any_format:
+                    raise Refused(f"{why}, or remove it: train rm {self.name}")
+                return shown(content, states.OTHER_FORMAT, why)
+            return checked(content)
         except OSError as error:
             raise Refused(f"cannot read {path} ({error.strerror}); check that {self.folder} is a run folder") from None
         except (ValueError, TypeError, RecursionError) as error:
             why = f" ({error})" if type(error) is ValueError else ""
             raise Refused(f"{path} is damaged{why}; repair it, or remove the run: train rm {self.name}") from None
-        if record["state"] == states.STOPPED and not record["stopped_by"]:
-            record["stopped_by"] = signals.USER  # from an earlier release: the keeper must not resume it
-        return record
 
     def read_config(self) -> dict[str, Any]:
         """Return the fields of config.toml by their dotted names; {} if it is missing (a script) or unreadable."""
@@ -207,12 +211,12 @@ class Run:
         finally:
             os.close(fd)
 
-    def read_effective(self) -> Record:
-        """Read run.json with the effective state."""
-        record = self.read()
+    def read_effective(self, of_any_format: bool = False) -> Record:
+        """Read run.json with the effective state. Arguments and errors as in `read`."""
+        record = self.read(of_any_format)
         is_alive = record["state"] not in (states.RUNNING, states.CREATED) or self.alive()
         if not is_alive:
-            record = self.read()  # the run may have ended between the two looks
+            record = self.read(of_any_format)  # the run may have ended between the two looks
         return states.effective(record, is_alive, lambda: ownership.was_started_here(self.path, record))
 
     def state(self) -> str:

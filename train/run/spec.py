@@ -1,8 +1,7 @@
 """What runs in a run: its program, configuration, placement and restarts. Read once per process and handed down.
 
 A launch or a resume fixes these facts until the run's processes have ended. How the run stands (state, step, attempts)
-changes meanwhile and stays in run.json: see record.py. Defaults for runs of earlier releases stand here, in one place.
-Imports no torch.
+changes meanwhile and stays in run.json: see record.py. Imports no torch.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ TASK, SCRIPT, SESSION = "task", "script", "session"
 RUN = "{run}"
 """Stands for the path of the run folder in what a user gives a script."""
 MAX_RESTARTS = 3
-"""Maximum number of restarts in a row without a new checkpoint, where neither the user nor run.json says another."""
+"""Maximum number of restarts in a row without a new checkpoint, where the user has not said another."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,7 +58,6 @@ class Spec:
     """Where the figures of a script are read from, besides its own lines: each a regex or tensorboard:PATH."""
     cwd: str
     """The folder in which the run was launched."""
-    git_revision: str
 
     # placement and restarts
     nproc: int | None
@@ -91,12 +89,6 @@ class Spec:
     """Fields that functions of the task replace, so that their values have no effect."""
     warnings: tuple[str, ...]
     """Warnings of the launch or the last resume, for the log of each attempt."""
-    sets_epoch: bool
-    """Whether `set_epoch` of datasets is called."""
-    gathers_products: bool
-    """Whether fsdp gathers weights in the type of bf16 and fp16."""
-    compiles_torch: bool
-    """Whether --compile true compiles a model whose forward is torch's own, such as an nn.Sequential."""
 
     @property
     def is_submitted(self) -> bool:
@@ -166,13 +158,12 @@ def spec_of(record: Record, config: Mapping[str, Any]) -> Spec:
         watch=record.get("watch") or {},
         figures=tuple(record.get("figures") or ()),
         cwd=record.get("cwd") or "",
-        git_revision=record.get("git_revision") or "",
         nproc=record.get("nproc"),
         gpus=record.get("gpus"),
         cluster=record.get("cluster") or None,
         submitted=record.get("submitted"),
         submission=record.get("submission") or "",
-        max_restarts=record.get("max_restarts", MAX_RESTARTS),
+        max_restarts=record.get("max_restarts"),
         forked_from=record.get("forked_from") or None,
         init=tuple(record.get("init") or ()),
         chosen=tuple(record.get("chosen") or ()),
@@ -183,9 +174,6 @@ def spec_of(record: Record, config: Mapping[str, Any]) -> Spec:
         sampler=record.get("sampler") or "",
         unused_fields=tuple(record.get("unused_fields") or ()),
         warnings=tuple(record.get("warnings") or ()),
-        sets_epoch=bool(record.get("sets_epoch")),
-        gathers_products=bool(record.get("gathers_products")),
-        compiles_torch=bool(record.get("compiles_torch")),
     )
 
 

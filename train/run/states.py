@@ -26,7 +26,9 @@ COPY = "copy"
 """Effective only: it would be resumed automatically if this station had started it (ownership.py)."""
 QUEUED = "queued"
 """Effective only: the cluster has not started the run yet, or will start it again."""
-ALL = (CREATED, QUEUED, RUNNING, STOPPED, INTERRUPTED, COPY, FAILED, FINISHED)
+OTHER_FORMAT = "other-format"
+"""Effective only: the run has another format (record.FORMAT), so this version only shows and removes it."""
+ALL = (CREATED, QUEUED, RUNNING, STOPPED, INTERRUPTED, COPY, FAILED, FINISHED, OTHER_FORMAT)
 """Every effective state, in the order of `train ls --sort state`."""
 
 

@@ -249,8 +249,7 @@ class State:
             for (section, name), tensor in parts.tensors.items():
                 own.setdefault(section, {})[name] = tensor
         facts = {
-            "format": manifests.WHOLE, "epoch": position.epoch + 1, "world_size": world.size,
-            "torch": torch.__version__,
+            "epoch": position.epoch + 1, "world_size": world.size, "torch": torch.__version__,
             "session": {
                 "registered": list(self._objects), "modules": list(self.modules), "metrics_bytes": metrics_bytes,
                 "position": dataclasses.asdict(position), "library": write is not None,

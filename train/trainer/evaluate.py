@@ -289,7 +289,6 @@ def evaluate_run(
         eval_sets=eval_sets,
         workers=workers,
         left_out=_warn,
-        sets_epoch=spec.sets_epoch,
     )
     with loader, objects.refusing(task):
         take_device(device)

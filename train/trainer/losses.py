@@ -39,7 +39,7 @@ class Losses:
             if update.name not in kept:
                 continue
             sums = dict(zip(STEP_STATS, kept[update.name].tolist(), strict=True))
-            if sums["count"]:  # else none was made yet, or the checkpoint is of an earlier release
+            if sums["count"]:  # else none was made yet
                 names, parts = self._stats[name].names[len(STEP_STATS) :], kept[parts_kept(update.name)].tolist()
                 sums |= dict(zip(names, parts, strict=False))  # there is room for more parts
                 self._remember(name, self._mean(sums, plan.samples(last - 1)), self._parts(name, sums))

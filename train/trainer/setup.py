@@ -233,7 +233,7 @@ def _data(run: Run, spec: Spec, task: Task, config: Config, precision: Precision
     set_total(objects.total_steps(config, plan))
     loader = objects.make_loader(
         task, config=config, precision=precision, train_set=train_set, eval_sets=eval_sets,
-        workers=config.data.workers or 0, left_out=Skipped(run), sets_epoch=spec.sets_epoch,
+        workers=config.data.workers or 0, left_out=Skipped(run),
     )  # fmt: skip
     return Data(loader=loader, size=len(train_set), plan=plan, evaluations=objects.evaluation_plans(config, eval_sets))
 

@@ -18,7 +18,7 @@ from ..run.best import best, best_steps
 from ..run.record import Attempt, Record
 from ..run.run_folder import Run, seconds_of
 from ..run.spec import Spec, spec_of
-from ..run.states import COPY, CREATED, FAILED, FINISHED, INTERRUPTED, QUEUED, RUNNING, STOPPED
+from ..run.states import COPY, CREATED, FAILED, FINISHED, INTERRUPTED, OTHER_FORMAT, QUEUED, RUNNING, STOPPED
 from ..supervise import programs
 from . import time_spent
 
@@ -122,7 +122,7 @@ def facts(run: Run, record: Record, spec: Spec) -> list[tuple[str, Any]]:
         top = "; ".join(filter(None, [first, next_best, found.warning]))
     program = programs.of(spec)
     return [
-        ("owner", f"{record['owner']}; you can only read this run" if record.get("owner") else None),
+        ("owner", _owner(record)),
         (program.name, program.source(spec)),
         ("arguments", _arguments(record)),
         ("on restart", program.on_restart(spec)),
@@ -146,6 +146,11 @@ def facts(run: Run, record: Record, spec: Spec) -> list[tuple[str, Any]]:
         ("mirror", mirror.text(run, record, str(spec.config.get(mirror.FIELD) or ""))),
         ("wandb", sent.get("problem") or sent.get("url") or sent.get("id")),
     ]
+
+
+def _owner(record: Record) -> str:
+    """Return the owner of another user's run, and what that means; '' for a run of this user."""
+    return f"{record['owner']}; you can only read this run" if record.get("owner") else ""
 
 
 def _ancestry(fork: Mapping[str, Any] | None) -> Iterator[str]:
@@ -183,6 +188,7 @@ def next_command(record: Record) -> str:
         STOPPED: f"{again}: {resume}",
         INTERRUPTED: f"{again}: {resume}",
         COPY: f"adopt and continue: {resume} (this executes the code in the run folder)",
+        OTHER_FORMAT: f"look: train logs {name}; remove: train rm {name}",
         FAILED: f"look: train logs {name}; try again: {resume}{new_code}",
         FINISHED: f"weights: train export {name} --to {name}.safetensors; train more: {more}" if more else "",
     }
@@ -202,6 +208,11 @@ def story(run: Run, record: Record, spec: Spec) -> str:
             lines.append(f"  {label:<12} {value}")
 
     line("next", next_command(record))
+    if record["state"] == OTHER_FORMAT:
+        line("owner", _owner(record))
+        line("created", record.get("created"))
+        line("folder", run.folder)
+        return _wrapped(lines)
     for label, value in facts(run, record, spec):
         line(label, value)
     lines += _attempts(record)

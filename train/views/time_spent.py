@@ -186,9 +186,8 @@ def _training(found: TimeSpent, attempt: Attempt, seconds: float, end: str, next
 
 
 def measured(attempt: Attempt) -> Times | None:
-    """Return the times that an attempt recorded; None if any is missing, as in an earlier release."""
-    times: Times | None = attempt.get("times")
-    return times if times is not None and times.keys() >= Times.__annotations__.keys() else None
+    """Return the times that an attempt recorded; None if it recorded none."""
+    return attempt.get("times")
 
 
 def _notes(record: Record, attempts: list[Attempt]) -> list[str]:
@@ -200,7 +199,7 @@ def _notes(record: Record, attempts: list[Attempt]) -> list[str]:
     if not program.reports_steps(attempts):
         notes.append(f"a {program.name}: only it knows how it spent its time, and which steps it trained again")
     elif len(noted) < len(ready):
-        notes.append("an attempt recorded no times: it ran an earlier release, or died too soon")
+        notes.append("an attempt recorded no times: it died too soon")
     if any(times["communication"] is None for times in noted):
         notes.append("communication is part of computing here: fsdp, hsdp and dp do both at once")
     if record["state"] in (INTERRUPTED, COPY):

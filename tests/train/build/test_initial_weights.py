@@ -27,6 +27,7 @@ from train.checkpoint.load import weights_in
 from train.errors import Refused
 from train.launcher.checks import prepare
 from train.launcher.request import Request
+from train.run.record import FORMAT
 from train.tasks import images
 
 pytestmark = pytest.mark.never_forgiven
@@ -202,7 +203,7 @@ def test_the_metadata_of_a_strangers_checkpoint_execute_nothing(tmp_path: Path, 
     folder.mkdir()
     (folder / ".metadata").write_bytes(pickle.dumps(Code()))
     listed = {".metadata": manifests.file_digest(folder / ".metadata")}
-    text = manifests.manifest_text({"format": manifests.FORMAT, "step": 1, "files": listed})
+    text = manifests.manifest_text({"format": FORMAT, "step": 1, "files": listed})
     (folder / "manifest.json").write_text(text)
     with pytest.raises(Refused, match=r"posix\.mkdir, which is code"):
         read(folder, "--init step-00000001")

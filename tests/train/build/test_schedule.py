@@ -30,7 +30,7 @@ def rates(made: Config, steps_per_epoch: int, total: int) -> list[float]:
 
 @pytest.mark.parametrize(
     ("rule", "batch", "base", "expected"),
-    [("none", 1024, 256, 1), ("linear", 1024, 256, 4), ("sqrt", 1024, 256, 2), ("linear", 64, 256, 0.25)],
+    [("none", 1024, 256, 1), ("linear", 1024, 256, 4), ("linear", 64, 256, 0.25)],
 )
 def test_the_peak_follows_the_scaling_rule(rule: str, batch: int, base: int, expected: float) -> None:
     assert rate_scale(config(scaling=rule, batch_size=batch, base_batch_size=base)) == expected

@@ -17,6 +17,7 @@ import torch
 from tests.train.specs import with_spec
 from train.checkpoint import manifest as manifests
 from train.errors import Refused, may_pass
+from train.run.record import FORMAT
 from train.run.run_folder import Run
 from train.trainer.export import export
 from train.trainer.load import load_trained
@@ -170,9 +171,9 @@ def test_when_no_checkpoint_can_be_read_nothing_starts_over(
 
 def test_a_checkpoint_of_a_newer_version_is_refused_and_kept(copied: Run) -> None:
     manifest = manifests.read_manifest(copied.checkpoint(10))
-    text = manifests.manifest_text(manifest | {"format": manifests.FORMAT + 1})
+    text = manifests.manifest_text(manifest | {"format": FORMAT + 1})
     (copied.checkpoint(10) / "manifest.json").write_text(text)
-    with pytest.raises(Refused, match="newer version"):
+    with pytest.raises(Refused, match="the format 2"):
         manifests.newest_valid(copied)
 
 

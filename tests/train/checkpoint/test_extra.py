@@ -58,14 +58,6 @@ def test_it_is_put_together_as_it_was_from_memory_and_from_the_disk() -> None:
         check(one.held)
 
 
-def test_a_checkpoint_of_before_is_read() -> None:
-    buffer = io.BytesIO()
-    torch.save({"it": Holder().held}, buffer)
-    one = Holder()
-    Extra(objects={"it": one}).load({OBJECTS: buffer.getvalue()}, CPU)
-    check(one.held)
-
-
 def test_tensors_of_a_gpu_return_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """With a device that has no memory in the place of the GPU's."""
     meta = torch.device("meta")

@@ -18,6 +18,7 @@ from train.checkpoint import manifest as manifests
 from train.checkpoint import shares
 from train.checkpoint.shares import Shares, share_of
 from train.parallel.world import World
+from train.run.record import FORMAT
 from train.run.run_folder import Run
 
 pytestmark = pytest.mark.never_forgiven
@@ -37,7 +38,7 @@ def run(tmp_path: Path) -> Run:
         for name, size in FILES.items():
             (folder / name).write_bytes(bytes([step]) * size)
         listed = {name: manifests.file_digest(folder / name) for name in FILES}
-        text = manifests.manifest_text({"format": manifests.FORMAT, "step": step, "files": listed})
+        text = manifests.manifest_text({"format": FORMAT, "step": step, "files": listed})
         (folder / manifests.MANIFEST).write_text(text)
     return made
 

@@ -338,7 +338,7 @@ def test_a_runs_folder_that_is_a_file_is_refused(here: Path, arguments: list[str
     assert (here / "file").read_text() == "x"
 
 
-@pytest.mark.parametrize("content", ["{", "{}", ""])
+@pytest.mark.parametrize("content", ["{", '{"format": 1}', ""])
 def test_a_damaged_record_is_refused_by_every_command_but_rm(here: Path, content: str) -> None:
     _folders(here, "runs/hurt")
     (here / "runs/hurt/run.json").write_text(content)

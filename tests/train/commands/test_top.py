@@ -23,6 +23,7 @@ from tests.train.terminal import Terminal
 from train.gpus import Gpus, GpuState, sees_host_ids
 from train.monitor.top import Page
 from train.run import heartbeat
+from train.run.record import FORMAT
 
 if TYPE_CHECKING:
     from conftest import Station
@@ -153,7 +154,7 @@ def at_work(runs: Path, name: str, line: str = "", ranks: tuple[int, ...] = (), 
     logs.mkdir(parents=True)
     now = "2026-01-01T00:00:00+00:00"
     record = {
-        "state": "running", "step": 5, "epoch": 1,
+        "format": FORMAT, "state": "running", "stopped_by": None, "step": 5, "epoch": 1,
         "attempts": [{"number": 1, "started": now, "end": None, "world_size": 1, "from_step": 0, "to_step": None}],
         "world_size": 1, "total_steps": 9, "started": now, "device": "cpu", "host": socket.gethostname(),
     }  # fmt: skip

@@ -163,7 +163,7 @@ def test_a_none_of_a_task_is_still_none_when_read_back_whatever_its_default(
     assert "none =" not in file.read_text() and config.from_toml(file, own).task.clip == 2.0
 
 
-def test_a_file_of_before_keeps_its_meaning_and_a_list_that_is_none_is_refused(tmp_path: Path) -> None:
+def test_what_a_file_lacks_has_its_default_and_a_list_that_is_none_is_refused(tmp_path: Path) -> None:
     own = dataclasses.make_dataclass("Settings", [("clip", float | None, 1.0), ("size", int | None, None)])
     file = tmp_path / "config.toml"
     file.write_text("steps = 5\n[task]\n")

@@ -386,7 +386,7 @@ class Paced(Dataset[Any]):
         return self.epoch, self.drawn
 
 
-def paced(workers: int, first: int = 0, sets_epoch: bool = True) -> dict[tuple[int, int, int], list[list[float]]]:
+def paced(workers: int, first: int = 0) -> dict[tuple[int, int, int], list[list[float]]]:
     """What is fetched from step `first` on, of parts of two data sets, with an evaluation of one after step 6."""
     one, other = Paced(40), Paced(30)
     train_set = ConcatDataset([Subset(Subset(one, range(40)), range(30)), other])
@@ -400,9 +400,7 @@ def paced(workers: int, first: int = 0, sets_epoch: bool = True) -> dict[tuple[i
         yield from micro_batches_of(plan, Sharing(), first=6, last=11)
 
     evaluated = {"": Subset(one, range(30, 40))}
-    with Loader(
-        train_set, evaluated, collate=None, workers=workers, device=CPU, dtype=None, sets_epoch=sets_epoch
-    ) as loader:
+    with Loader(train_set, evaluated, collate=None, workers=workers, device=CPU, dtype=None) as loader:
         return {
             (micro.evaluation, micro.step, micro.number): torch.stack(batch).tolist()
             for micro, batch in loader.batches(micros())
@@ -417,7 +415,6 @@ def test_a_data_set_is_told_its_epoch_before_its_first_fetch_whoever_fetches() -
     assert paced(2) == paced(3) == alone
     later = {key: value for key, value in alone.items() if key[0] or key[1] >= 2}
     assert paced(0, first=2) == paced(2, first=2) == later
-    assert all(set(epochs) == {-1.0} for epochs, _ in paced(2, sets_epoch=False).values())
 
 
 def test_a_worker_that_is_stuck_in_a_sample_is_ended_too() -> None:

@@ -87,10 +87,6 @@ def test_the_keeper_starts_a_script_again_only_if_its_user_says_so(station: Stat
     assert "a: left alone, because it is a script whose restart begins at step 0" in said
     assert station.wait_for_end("b")["state"] == states.FINISHED
     assert (station.run("a").state(), len(station.record("a")["attempts"])) == (states.INTERRUPTED, 1)
-    # one that an earlier release has launched says how often it is started again
-    station.run("a").update(lambda record: record.pop("max_restarts"))  # type: ignore[misc, arg-type, return-value]
-    station.ok("keeper", "--once")
-    assert station.wait_for_end("a")["state"] == states.FINISHED
 
 
 @pytest.mark.minutes

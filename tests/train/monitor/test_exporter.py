@@ -35,8 +35,9 @@ if TYPE_CHECKING:
     from conftest import Station
 
 RECORD = {
-    "state": "finished", "attempts": [{"number": 1, "started": "2026-01-01T00:00:00+00:00", "end": "finished",
-                                       "world_size": 1, "from_step": 0, "to_step": 5}],
+    "format": 1, "state": "finished", "stopped_by": None,
+    "attempts": [{"number": 1, "started": "2026-01-01T00:00:00+00:00", "end": "finished", "world_size": 1,
+                  "from_step": 0, "to_step": 5}],
     "step": 5, "epoch": 1, "world_size": 1, "total_steps": 5, "loss": 0.5, "ended": "2026-01-01T00:10:00+00:00",
     "started": "2026-01-01T00:00:00+00:00", "task": "digits", "device": "cpu",
 }  # fmt: skip

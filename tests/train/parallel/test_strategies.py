@@ -15,8 +15,6 @@ from tests.train.training import OWN_OPTIMIZER, assert_same_training, sample_of
 from train.build.optimizer import make_optimizer, takes_fused
 from train.config import Config, Optim, Parallel
 from train.errors import Refused
-from train.launcher.fork import prepare_fork
-from train.launcher.resume import prepare_resume
 
 pytestmark = pytest.mark.never_forgiven
 
@@ -75,18 +73,6 @@ def test_stopped_and_killed_it_ends_bit_for_bit_as_undisturbed(
     assert engine.resume(name, ranks, ["3 2 SIGKILL"])["state"] == "interrupted"
     assert engine.resume(name, ranks)["state"] == "finished", engine.said(name)
     assert engine.outcome(name) == engine.outcome(f"{kind}-{optimizer}-whole")
-
-
-def test_a_run_from_before_weights_were_gathered_in_bf16_is_refused_and_may_be_forked(engine: Any) -> None:
-    run = "gathered-in-fp32"
-    engine.run(run, 1, ["2 0 SIGTERM"], precision="bf16", parallel__strategy="fsdp")
-    made = engine.station.run(run)
-    prepare_resume(made, {}, 2)
-    made.update(lambda record: record.pop("gathers_products"))
-    with pytest.raises(Refused, match=f"before fsdp gathered weights in bf16, .* bits; .*train fork {run} --name"):
-        prepare_resume(made, {}, 2)
-    prepare_resume(made, {"parallel.strategy": "ddp"}, 2)
-    assert prepare_fork(made, 2, {}, 2).record["gathers_products"]
 
 
 def test_a_run_moves_between_strategies_and_world_sizes_in_the_middle_of_an_epoch(engine: Any) -> None:

@@ -161,16 +161,6 @@ def test_which_variables_are_secrets(name: str, value: str, expected: bool) -> N
     assert environment.is_secret(name, value) is expected
 
 
-def test_what_an_earlier_release_kept_is_restored_without_secrets(tmp_path: Path) -> None:
-    values = {"DATA": "/a", "STORE": "s3://me@host", "PROXY": "http://u:p@h", "HF_TOKEN": "/a/b"}
-    old = {"values": values, "withheld": ["KEY"], "cut": ["STORE"]}
-    (tmp_path / environment.FILE).write_text(json.dumps(old))
-    kept = environment.read(tmp_path)
-    assert kept == environment.SavedEnvironment({"DATA": "/a"}, ["KEY", "STORE", "PROXY", "HF_TOKEN"])
-    assert environment.resumed(kept, {"DATA": "/b"}, as_recorded=True)[0] == {"DATA": "/a"}
-    assert environment.kept_again(kept, {"DATA": "/a"}, sources=[], names=[]).values == {"DATA": "/a"}
-
-
 def test_what_torch_sets_by_itself_is_not_kept_and_no_difference() -> None:
     set_by_torch = {"TORCHINDUCTOR_CACHE_DIR": "/tmp/torchinductor_me"}
     kept = environment.keep(set_by_torch | {"DATA": "/a"}, names=["DATA"])

@@ -13,6 +13,7 @@ import train
 from tests.train.conftest import Station
 from train.errors import Refused
 from train.run import owner, states
+from train.run.record import FORMAT
 from train.run.run_folder import Run
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="root alone can give files to another user")
@@ -41,7 +42,15 @@ def seen(station: Station) -> Path:
     (run / "task.py").write_text(f"open({str(seen)!r}, 'a').close()\n{task}")
     for name in ("config.toml", "modules.zip", "environment.json", "lock"):
         (run / name).touch()
-    record = {"state": states.STOPPED, "stopped_by": "user", "attempts": [], "step": 3, "epoch": 1, "world_size": 1}
+    record = {
+        "format": FORMAT,
+        "state": states.STOPPED,
+        "stopped_by": "user",
+        "attempts": [],
+        "step": 3,
+        "epoch": 1,
+        "world_size": 1,
+    }
     record |= {"name": "a", "task": "task.py", "task_source": str(station.folder / "task.py"), "total_steps": 9}
     (run / "run.json").write_text(json.dumps(record))
     return seen

@@ -373,7 +373,7 @@ def test_a_damaged_run_is_named_in_a_line_and_hides_no_other(station: Any) -> No
     (station.runs / "pipe" / "run.json").unlink()
     os.mkfifo(station.runs / "pipe" / "run.json")
     (station.runs / "half" / "run.json").write_text('{"state": "fin')
-    (station.runs / "types" / "run.json").write_text('{"state": 5}')
+    (station.runs / "types" / "run.json").write_text('{"format": 1, "state": 5}')
     done = station.ok("ls")
     assert [line.split()[0] for line in done.stdout.splitlines()] == ["NAME", "whole"]
     assert len(done.stderr.splitlines()) == 3 and all(name in done.stderr for name in ("pipe", "half", "types"))

@@ -13,7 +13,7 @@ import pytest
 from train.nodes.nodes import Nodes, Settings
 from train.run import folders
 from train.run.run_folder import Run
-from train.run.spec import MAX_RESTARTS, SCRIPT, TASK, Spec, read_spec
+from train.run.spec import SCRIPT, TASK, Spec, read_spec
 
 CONFIG = 'seed = 0\ncpu_threads = 2\nnone = ["steps"]\n[optim]\nlr = 0.1\n[checkpoint]\nbest = "accuracy"\n'
 
@@ -22,10 +22,9 @@ def made(runs: Path, **record: Any) -> Run:
     return folders.create(runs, "a", files={"config.toml": CONFIG}, record=record)
 
 
-def test_a_record_of_an_earlier_release_has_the_defaults_of_its_time(tmp_path: Path) -> None:
+def test_what_a_record_does_not_say_has_a_default(tmp_path: Path) -> None:
     spec = read_spec(made(tmp_path, task="digits"))
-    assert (spec.program, spec.task, spec.max_restarts) == (TASK, "digits", MAX_RESTARTS)
-    assert (spec.sets_epoch, spec.gathers_products, spec.compiles_torch) == (False, False, False)
+    assert (spec.program, spec.task, spec.max_restarts) == (TASK, "digits", None)
     assert spec.cluster is None and spec.samples is None and spec.warnings == () and not spec.is_submitted
     assert spec.config["optim.lr"] == 0.1 and spec.config["steps"] is None and spec.best_by == "accuracy"
 
@@ -48,7 +47,7 @@ def test_nothing_changes_a_spec(tmp_path: Path) -> None:
     run = made(tmp_path, task="digits")
     spec = read_spec(run)
     run.update(max_restarts=9)
-    assert spec.max_restarts == MAX_RESTARTS and read_spec(run).max_restarts == 9
+    assert spec.max_restarts is None and read_spec(run).max_restarts == 9
     with pytest.raises(dataclasses.FrozenInstanceError):
         spec.max_restarts = 1  # type: ignore[misc]
 

@@ -15,6 +15,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from train.monitor.prometheus import Collector
+from train.run.record import FORMAT
 from train.run.run_folder import Run
 
 pytestmark = pytest.mark.never_forgiven
@@ -38,7 +39,8 @@ def strange(runs: Path, name: str, **changed: Any) -> Run:
         "from_step": 0, "to_step": 2, "host": EVIL, "last_lines": [EVIL],
     }  # fmt: skip
     record = {
-        "state": "failed", "reason": EVIL, "attempts": [attempt], "step": 2, "epoch": 1, "world_size": 1, "task": EVIL,
+        "format": FORMAT, "state": "failed", "reason": EVIL, "attempts": [attempt], "step": 2, "epoch": 1,
+        "world_size": 1, "task": EVIL,
         "task_source": EVIL, "total_steps": 9, "created": when, "started": when, "ended": when, "device": EVIL,
         "host": EVIL, "versions": {EVIL: EVIL}, "git_revision": EVIL, "cwd": EVIL, "data_wait": EVIL,
         "metrics": {EVIL: 0.5}, "weights_sha256": EVIL, "stopped_by": EVIL, "parts": [EVIL], "wandb": {"problem": EVIL},

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import json
 import signal
 import subprocess
 import sys
@@ -86,17 +85,6 @@ def test_a_stop_of_the_keeper_is_known_from_one_of_a_user_by_a_field(station: St
     assert "its: resumed" in said and "mine" not in said
     station.ok("stop", "its")
     assert station.record("its")["stopped_by"] == signals.USER
-
-
-def test_a_stopped_run_of_an_earlier_release_was_stopped_by_its_user(tmp_path: Path) -> None:
-    run = folders.create(
-        tmp_path, "a", files={}, record={"state": states.STOPPED, "reason": "stopped after step 5 (SIGTERM)"}
-    )
-    path = run.folder / "run.json"
-    text = json.loads(path.read_text())
-    del text["stopped_by"]
-    path.write_text(json.dumps(text))
-    assert run.read()["stopped_by"] == signals.USER
 
 
 def test_a_run_that_was_not_stopped_was_stopped_by_nobody(tmp_path: Path) -> None:

@@ -169,7 +169,7 @@ def loss(model, batch):
 @pytest.mark.minutes
 def test_a_rank_that_compiles_for_long_is_no_hang_and_is_shown(station: Station) -> None:
     (station.folder / "compiles.py").write_text(COMPILES)
-    flags = ["--batch_size", 8, "--micro_batches", "full", "--steps", 14, "--log.tensorboard", "false"]
+    flags = ["--batch_size", 8, "--steps", 14, "--log.tensorboard", "false"]
     station.ok("launch", "compiles.py", "--name", "a", *flags, "--cpu_threads", 1, "--watch.hang_minutes", 0.1)
     eventually("it compiles", lambda: "compiling" in station.ok("top", "--once").stdout)
     assert station.wait_for_end("a")["state"] == "finished"

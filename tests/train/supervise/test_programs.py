@@ -64,10 +64,6 @@ def test_what_a_task_and_a_script_answer(ask: Any, of_task: Any, of_script: Any)
     assert (ask(programs.TASK, task), ask(programs.SCRIPT, script)) == (of_task, of_script)
 
 
-def test_a_record_of_an_earlier_release_says_how_often_its_script_is_started_again() -> None:
-    assert programs.SCRIPT.keeper_tries(spec_with(**OF_SCRIPT)) == 3
-
-
 class Sweep(programs.Script):
     """Starts other runs."""
 

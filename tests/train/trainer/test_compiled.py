@@ -8,8 +8,6 @@ import pytest
 from safetensors.torch import load_file
 
 from tests.train.tiers import later
-from train.errors import Refused
-from train.launcher.resume import prepare_resume
 
 pytestmark = pytest.mark.never_forgiven
 
@@ -114,38 +112,3 @@ def test_a_killed_run_of_a_model_compiled_in_place_ends_as_if_nothing_had_happen
     assert "compiled for one" in ways.logs("compiled-killed")
     calm = ways.record("compiled-calm")
     assert ways.record("compiled-killed")["weights_sha256"] == calm["weights_sha256"]
-
-
-OF_TORCH = """
-import torch
-from torch import nn
-from torch.utils.data import TensorDataset
-
-
-def datasets(config):
-    points = torch.randn(55, 4)
-    return TensorDataset(points, (points[:, 0] > 0).long()), None
-
-
-def model(config):
-    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
-
-
-def loss(model, batch):
-    return nn.functional.cross_entropy(model(batch[0]), batch[1])
-"""
-
-
-def test_a_run_from_before_torchs_own_models_were_compiled_is_refused_a_resume(ways: Station) -> None:
-    (ways.folder / "of_torch.py").write_text(OF_TORCH)
-    ways.ok("run", "of_torch.py", "--name", "before", *FLAGS)
-    run = ways.run("before")
-    for path in (run.folder / "config.toml", *run.folder.glob("checkpoints/*/manifest.json")):
-        text = path.read_text()
-        path.write_text(
-            text.replace("compile = false", "compile = true").replace('"compile": false', '"compile": true')
-        )
-    prepare_resume(run, {"steps": "20"}, 1)
-    run.update(lambda record: record.pop("compiles_torch"))
-    with pytest.raises(Refused, match=r"compiled no nn.Sequential, .*train fork before --name NEW"):
-        prepare_resume(run, {"steps": "20"}, 1)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +14,6 @@ import torch
 from torch.utils.data import Dataset
 
 from tests.train.training import BATCH, SAMPLES
-from train.build.objects import task_of
 from train.data import to_device
 from train.data.loader import Loader
 from train.data.plan import MicroBatch, Plan, Sharing, micro_batches_of
@@ -25,7 +23,6 @@ from train.launcher.fork import prepare_fork
 from train.launcher.request import Request
 from train.parallel.world import World
 from train.run.heartbeat import Heart
-from train.run.run_folder import Run
 from train.run.spec import read_spec
 from train.trainer.orders import Orders
 from train.views.listing import story
@@ -193,17 +190,6 @@ def test_a_wrong_order_of_a_later_epoch_ends_the_run_on_all_ranks(
     record = engine.run(name, 2, task=path)
     assert (engine.code, record["state"], len(record["attempts"])) == (3, "failed", 1)
     assert said in record["reason"] and "Traceback" not in engine.said(name)
-
-
-def test_a_helper_of_this_name_stays_one_in_a_run_of_before(engine: Any, tmp_path: Path) -> None:
-    assert engine.run("of-before", task=task(tmp_path, WEIGHTS), steps=1)["state"] == "finished"
-    file: Path = engine.station.run("of-before").folder / "run.json"
-    run = Run(file.parent)
-    assert task_of(run, read_spec(run)).weights is not None
-    record = json.loads(file.read_text())
-    del record["sampler"]
-    file.write_text(json.dumps(record))
-    assert task_of(run, read_spec(run)).weights is None
 
 
 def test_lengths_of_a_fork_with_other_fields_are_counted_anew(engine: Any, tmp_path: Path) -> None:

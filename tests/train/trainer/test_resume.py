@@ -172,7 +172,7 @@ def test_a_run_of_a_built_in_task_goes_on_with_another_version_of_it_and_says_so
     run = engine.station.run("builtin")
     assert not prepare_resume(run, {"steps": "4"}, 1)[1]
     manifest = manifests.read_manifest(run.checkpoint(2))
-    text = manifests.manifest_text(manifest | {"task_sha256": "of an earlier release"})
+    text = manifests.manifest_text(manifest | {"task_sha256": "of another version"})
     (run.checkpoint(2) / manifests.MANIFEST).write_text(text)
     (warning,) = prepare_resume(run, {"steps": "4"}, 1)[1]
     assert "the task digits has changed since" in warning
@@ -196,7 +196,7 @@ def test_every_field_that_shapes_the_result_is_protected() -> None:
         "checkpoint.keep",
         "parallel.strategy",
     } <= set(free)
-    # of a checkpoint from before a field was there
+    # a new field does not change the format of run folders
     assert not forbidden_changes({"seed": 0}, {"seed": 0, "data.drop_last": False})
     assert forbidden_changes({"seed": 0}, {"seed": 0, "data.drop_last": True}) == ["data.drop_last"]
 

@@ -124,14 +124,10 @@ def test_another_seed_is_another_run(steady: Any) -> None:
     assert steady.losses("seed1")[0] != pytest.approx(steady.losses("one")[0], rel=1e-3)
 
 
-def test_new_runs_are_cut_evenly_and_those_of_before_as_they_were(tmp_path: Path) -> None:
+def test_a_batch_is_cut_evenly(tmp_path: Path) -> None:
     flags = {"batch_size": "7", "cpu_threads": "1", "device": "cpu", "data.drop_last": "true"}
     made = prepare(Request("digits", flags=flags), ranks=3)
-    text = str(made.files["config.toml"])
-    of_before = text.replace('micro_batches = "even"\n', "")
-    assert of_before != text
-    for content, sizes in ((text, [3, 2, 2]), (of_before, [3, 3, 1])):
-        (tmp_path / "config.toml").write_text(content)
-        config = from_toml(tmp_path / "config.toml", made.task.Settings)
-        micros = micro_batches_of(plan_of(config, 24), Sharing(), first=0, last=1)
-        assert [len(micro.indices) for micro in micros] == sizes
+    (tmp_path / "config.toml").write_text(str(made.files["config.toml"]))
+    config = from_toml(tmp_path / "config.toml", made.task.Settings)
+    micros = micro_batches_of(plan_of(config, 24), Sharing(), first=0, last=1)
+    assert [len(micro.indices) for micro in micros] == [3, 2, 2]

@@ -32,7 +32,8 @@ def test_every_state_has_commands_that_parse(state: str, more: dict[str, Any]) -
         assert command, text
         name, *arguments = shlex.split(command[1])
         options = parser.parse(parser.parser_of(name), arguments)
-        assert "demo1" in (getattr(options, "name", None), getattr(options, "task", None)) or name == "launch"
+        named = (getattr(options, "name", None), getattr(options, "task", None), *getattr(options, "names", ()))
+        assert "demo1" in named or name == "launch"
 
 
 def test_a_run_of_another_user_has_nothing_to_type() -> None:
