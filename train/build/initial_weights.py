@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from ..config import Config
 from ..errors import Refused, nearest, one_line
+from ..run.best import AVERAGE
 from ..tasks import Task
 from .freeze import matches, patterns_of
 from .objects import call
@@ -110,16 +111,20 @@ def fitted(task: Task, config: Config, model: nn.Module) -> Fitted | None:
 def read(path: Path, source: str) -> dict[str, Tensor]:
     """Return the tensors of a file or of a checkpoint's folder. A refusal begins with `source`.
 
+    Args:
+        path: CHECKPOINT@ema means the average of the weights in a checkpoint's folder.
+
     Raises:
         Refused: the file is damaged, holds no state of a model, or holds more than tensors.
     """
-    if path.is_dir():
+    folder = path if path.exists() else Path(str(path).removesuffix(f"@{AVERAGE}"))
+    if folder.is_dir():
         from ..checkpoint import manifest as manifests
         from ..checkpoint.load import weights_in  # DCP is slow to import, and few runs begin with a checkpoint
 
         try:
-            manifests.verify(path)
-            return weights_in(path)
+            manifests.verify(folder)
+            return weights_in(folder, is_averaged=folder != path)
         except ValueError as error:
             raise Refused(f"{source}: {error}") from None
     if not path.exists():

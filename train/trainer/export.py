@@ -17,15 +17,15 @@ from ..config import Config
 from ..data.fetch import EVALUATION, TRAINING
 from ..errors import Refused, one_line
 from ..parallel.precision import cpu_precision
+from ..run.best import AVERAGE
 from ..run.durable import published
 from ..run.run_folder import Run
 from ..run.spec import Spec
 from ..tasks import Task
 from .load import load_trained
 
-MODEL, AVERAGE, TRAINED = "model", "ema", "trained"
-"""Which weights to export: those of the model, the average that `ema.decay` keeps, or only the model's weights that are
-not frozen."""
+MODEL, TRAINED = "model", "trained"
+"""Which weights to export, besides AVERAGE: those of the model, or only those of them that are not frozen."""
 
 
 def export(run: Run, spec: Spec, target: Path, *, step: int | None = None, which: str = MODEL) -> int:
