@@ -112,8 +112,8 @@ class Chosen(NamedTuple):
     """None: the newest one."""
     metric: str = ""
     """The metric by which it is the best; '': it was not chosen as the best."""
-    is_averaged: bool = False
-    """Whether that metric was measured with the average of the weights."""
+    is_averaged: bool | None = None
+    """Whether that metric was measured with the average of the weights; None: the run keeps none."""
 
     def weights(self, asked: str, tell: Callable[[str], None]) -> str:
         """Return the weights to use: those that the user has asked for, else those that the metric was measured with.
@@ -122,7 +122,7 @@ class Chosen(NamedTuple):
             asked: AVERAGE, another name, or '': not given.
             tell: called with a warning if the metric was measured with others than asked for.
         """
-        if self.metric and asked and self.is_averaged != (asked == AVERAGE):
+        if asked and self.is_averaged not in (None, asked == AVERAGE):
             measured = "average of the weights" if self.is_averaged else "weights of the model"
             tell(f"warning: step {self.step} is the best by {self.metric}, which was measured with the {measured}")
         return asked or (AVERAGE if self.is_averaged else "")
@@ -152,8 +152,8 @@ def checkpoint_named(run: Run, spec: Spec, text: str | None, tell: Callable[[str
             raise Refused(f"no checkpoint of {run.name} was evaluated (there are: {saved}); give --checkpoint STEP")
         if found.warning:
             tell(f"warning: {found.warning}")
-        is_averaged = spec.config.get("ema.decay") is not None and found.metric.startswith(f"{AVERAGE}.")
-        return Chosen(found.step, found.metric, is_averaged)
+        is_averaged = found.metric.startswith(f"{AVERAGE}.")
+        return Chosen(found.step, found.metric, None if spec.config.get("ema.decay") is None else is_averaged)
     if not is_whole(text) or whole(text) < 1:
         raise Refused(f"--checkpoint {text}: give the step of a checkpoint, or best; see: train show {run.name}")
     if whole(text) not in run.steps_saved():
