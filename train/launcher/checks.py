@@ -33,7 +33,7 @@ from ..run import best
 from ..tasks import Task
 from ..trainer import trace
 from ..trainer.loggers import wandb
-from . import batch_norm, deterministic, first_look, provenance, unused_fields
+from . import batch_norm, deterministic, first_look, kept_split, provenance, unused_fields
 from .request import ALONE, Plan, Request, resolve, scratch_run_dir
 from .task_source import kept, of_task, unused_warning
 from .unused_fields import Asked, asked, of_no_use
@@ -63,13 +63,15 @@ class _Checked:
 
 @scratch_run_dir()
 def prepare(
-    request: Request, *, ranks: int = 1, nodes: range = ALONE, elsewhere: Callable[[], list[list[gpus.Card]]] = list
-) -> Plan:
+    request: Request, *, ranks: int = 1, nodes: range = ALONE, runs: Path = Path(),
+    elsewhere: Callable[[], list[list[gpus.Card]]] = list,
+) -> Plan:  # fmt: skip
     """Check a new run from its flags to its data, and choose the values that its user left open.
 
     Args:
         ranks: Number of ranks on each machine.
         nodes: Possible numbers of machines.
+        runs: The folder of the runs.
         elsewhere: Under torchrun: returns the GPUs of each other rank's machine; an empty list: unknown.
 
     Raises:
@@ -127,6 +129,9 @@ def prepare(
         task, config, model=model, eval_sets=found.eval_sets, ranks=everywhere, device=device,
         named=followed_metrics(config),
     )  # fmt: skip
+    if initial is not None and initial.path:
+        sets = {"train_set": found.train_set, "eval_sets": found.eval_sets}
+        warnings += kept_split.warnings(task, config, initial.path, runs, sets)
     batch_norm.check(
         task, config, found.train_set, lambda: model, samples=found.samples, ranks=everywhere, steps=range(found.total)
     )

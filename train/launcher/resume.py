@@ -31,6 +31,8 @@ from .resumable import fork_of
 from .task_source import of_run
 from .unused_fields import asked
 
+_TRAINED_ON = "evaluation samples may have been trained on"
+
 
 def prepare_resume(run: Run, flags: dict[str, str], local: int, nodes: range = ALONE) -> tuple[Config, list[str]]:
     """Check that a run can continue with these changes. Writes nothing but a damaged file of frozen weights. Also
@@ -150,6 +152,16 @@ def check_data(
             version = spec.git_revision or "with which it was started"
             way = f"this version skips hidden files ({hidden[0]}), so continue with the version {version}"
         init = f"start a new run with its weights: --init {run.name}"
+        before = run.read_config()
+        if config.data.seed != before.get("data.seed"):
+            end = f"keep its split: --data.seed {before.get('data.seed')}"
+            raise Refused(f"other data than those of {run.name} ({differs}), so {_TRAINED_ON}; {end}")
+        if config.seed != before.get("seed"):
+            end = f"let it read config.data.seed, and give that version: --task {spec.task_source}"
+            raise Refused(
+                f"other data than those of {run.name} ({differs}), because datasets() in {task.file.name} reads "
+                f"config.seed, so {_TRAINED_ON}; {end}"
+            )
         raise Refused(f"the data have changed since {run.name} started ({differs}); {way}, or {init}")
     length = objects.plan_of(config, sampling.samples_of(spec, train_set)).length
     samples = length if spec.samples is None else spec.samples

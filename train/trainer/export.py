@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +82,8 @@ def _write(state: dict[str, Tensor], partial: Path, run: Run, step: int) -> None
         save_file(state, partial, metadata={"checkpoint": f"{run.name}/{run.checkpoint(step).name}"})
     else:
         torch.save(state, partial)
+        with zipfile.ZipFile(partial, "a") as file:
+            file.comment = f"{run.name}/{run.checkpoint(step).name}".encode()
 
 
 def _to_onnx(task: Task, config: Config, model: nn.Module, inference: nn.Module, target: Path) -> None:
