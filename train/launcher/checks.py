@@ -43,7 +43,7 @@ _METRICS = ("checkpoint.best", "early_stopping.metric", "schedule.metric")
 
 
 @dataclasses.dataclass
-class _Checked:
+class Checked:
     """What the checks found out."""
 
     precision: Precision
@@ -157,7 +157,7 @@ def _of_hidden(names: list[str]) -> list[str]:
 
 def check_run(
     task: Task, config: Config, local: int, ranks: int, asked: Asked, *, count: Callable[[Any], int] | None = None
-) -> _Checked:
+) -> Checked:
     """Make the checks that every run needs, in order. Writes the device into `config`.
 
     Args:
@@ -204,7 +204,7 @@ def check_run(
     set_total(total)
     schedule.check(task, schedule.Planned(config, plan.steps_per_epoch, total))
     trace.steps_of(config.trace, total=total)
-    return _Checked(
+    return Checked(
         precision=precision, cards=cards, train_set=train_set, eval_sets=eval_sets, samples=samples, total=total,
         threads=problem, warnings=warnings,
     )  # fmt: skip
@@ -238,7 +238,7 @@ def without_tf32(config: Config, device: torch.device, local: int, asked: Asked)
     return [f"precision tf32 needs {lacks}, so this run computes in fp32 here"] if lacks else []
 
 
-def not_exact(task: Task, config: Config, found: _Checked) -> list[str]:
+def not_exact(task: Task, config: Config, found: Checked) -> list[str]:
     """Return the reasons why a run would not be exact, as far as its first samples show."""
     assert isinstance(config.micro_batch_size, int)
     sets = {TRAINING: found.train_set} | {name or EVALUATION: one for name, one in found.eval_sets.items()}

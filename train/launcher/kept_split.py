@@ -96,7 +96,7 @@ def _said_of(run: Run, task: Task, config: Config, sets: Sets) -> str:
         then, before = fingerprint.recorded(run.folder), run.read_config()
     except Refused:
         return ""
-    seeds = before.get("seed"), before.get("data.seed")
+    seeds: tuple[Any, Any] = before.get("seed"), before.get("data.seed")
     if then is None or None in seeds or seeds == (config.seed, config.data.seed):
         return ""
     if not fingerprint.differences(then, objects.fingerprint(task, config, **sets)) and _shows_split(then):

@@ -25,7 +25,7 @@ from ..run.run_folder import Run
 from ..run.spec import Spec, spec_of
 from ..tasks import Task
 from ..trainer import early_stopping, trace
-from . import batch_norm, checks, rate_change
+from . import batch_norm, checks, first_look, rate_change
 from .request import ALONE
 from .resumable import fork_of
 from .task_source import of_run
@@ -92,9 +92,7 @@ def prepare_resume(run: Run, flags: dict[str, str], local: int, nodes: range = A
     if "trace" in flags:
         trace.steps_of(config.trace, run.newest_checkpoint, found.total)
     is_first_of_several = record["world_size"] == 1 < ranks
-    splits = strategies.of(config.parallel.strategy, ranks).splits_parameters
-    if is_first_of_several or splits or config.parallel.recompute:
-        checks.check_model(task, config, ranks, found.precision)
+    warnings += _check_model(run, task, config, found, ranks=ranks, is_first_of_several=is_first_of_several)
     batch_norm.check(
         task, config, found.train_set, lambda: checks.check_model(task, config, ranks, found.precision),
         samples=found.samples, ranks=ranks, steps=range(step, found.total),
@@ -107,6 +105,23 @@ def prepare_resume(run: Run, flags: dict[str, str], local: int, nodes: range = A
         run, spec, task, (kept, config), samples=found.samples, step=step, flags=flags, is_fork=False,
     )  # fmt: skip
     return config, warnings
+
+
+def _check_model(
+    run: Run, task: Task, config: Config, found: checks.Checked, *, ranks: int, is_first_of_several: bool
+) -> list[str]:
+    """Check that these ranks can train and evaluate the model, where a single rank or its machine did not show it."""
+    splits = strategies.of(config.parallel.strategy, ranks).splits_parameters
+    if not (is_first_of_several or splits or config.parallel.recompute):
+        return []
+    model = checks.check_model(task, config, ranks, found.precision)
+    if not is_first_of_several:
+        return []
+    way = f"continue on one rank: train resume {run.name} --nproc 1"
+    return first_look.warnings(
+        task, config, model=model, eval_sets=found.eval_sets, ranks=ranks, device=found.precision.device, named={},
+        way=way,
+    )  # fmt: skip
 
 
 def _check_gathering(
