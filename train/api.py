@@ -271,17 +271,19 @@ class Run:
     # --- use it
 
     @_refusing
-    def model(self, checkpoint: int | str | None = None, device: str = "cpu", weights: str = "model") -> nn.Module:
+    def model(self, checkpoint: int | str | None = None, device: str = "cpu", weights: str = "") -> nn.Module:
         """Return the trained model of a task, in eval mode.
 
         Args:
             checkpoint: Step of a checkpoint, or "best". Default: the newest one.
             device: Where the model is to be: cpu, cuda, cuda:1.
-            weights: "model", or "ema" for the average that ema.decay keeps.
+            weights: "model", or "ema" for the average that ema.decay keeps. Default: model; with checkpoint="best" the
+                weights that the metric was measured with.
         """
         from .trainer import predict
 
-        return predict.model_of(self._run(), self._step(checkpoint, "model"), device=device, weights=weights)
+        wanted, weights = self._chosen(checkpoint, "model", weights)
+        return predict.model_of(self._run(), wanted, device=device, weights=weights)
 
     @_refusing
     def predict(
@@ -299,8 +301,8 @@ class Run:
         """
         from .trainer import predict
 
-        step = self._step(checkpoint, "model")
-        return predict.predictions(self._run(), step, dataset, device=device, batch_size=batch_size)
+        step, weights = self._chosen(checkpoint, "model")
+        return predict.predictions(self._run(), step, dataset, device=device, weights=weights, batch_size=batch_size)
 
     @_refusing
     def state_dict(self, name: str = "", checkpoint: int | str | None = None) -> dict[str, Tensor]:
@@ -313,8 +315,8 @@ class Run:
         from .checkpoint import registered
         from .run import owner
 
-        step = self._step(checkpoint, "export")
-        return registered.state_dict(owner.opened(self._run()), name, step)[1]
+        step, weights = self._chosen(checkpoint, "export")
+        return registered.state_dict(owner.opened(self._run()), name, step, weights)[1]
 
     # --- inside
 
@@ -328,8 +330,13 @@ class Run:
         """Call a function of a command with this run."""
         return cli.carry_out(command, _options(command, [self.name], {"runs": self.runs, **options}), function)
 
-    def _step(self, checkpoint: int | str | None, use: str) -> int | None:
-        """Return the step that `checkpoint` means; None: the newest one. Refuses a run that cannot be used so."""
+    def _chosen(self, checkpoint: int | str | None, use: str, weights: str = "") -> tuple[int | None, str]:
+        """Return the step that `checkpoint` means (None: the newest one), and which of its weights to use, and print
+        them if it is the best. Refuses a run that cannot be used so.
+
+        Args:
+            weights: The weights that the user has asked for; '': none.
+        """
         from .run import best
         from .run.spec import read_spec
         from .supervise import programs
@@ -338,7 +345,12 @@ class Run:
         spec = read_spec(run)
         programs.of(spec).check_can(use, run.name)
         text = None if checkpoint is None else str(checkpoint)
-        return best.checkpoint_named(run, by=spec.best_by, text=text, tell=screen.remark)
+        wanted = best.checkpoint_named(run, spec, text, screen.remark)
+        weights = wanted.weights(weights, screen.remark)
+        if wanted.metric:
+            what = "averaged weights" if weights == best.AVERAGE else "weights"
+            screen.remark(f"{run.name}: the {what} after step {wanted.step}{wanted.said}")
+        return wanted.step, weights
 
 
 class Interrupted(KeyboardInterrupt):

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from ..config import Config
 from ..errors import Refused, nearest, one_line
+from ..run.best import AVERAGE
 from ..tasks import Task
 from .freeze import matches, patterns_of
 from .objects import call
@@ -50,6 +51,8 @@ class Fitted:
     """Names of the model that nothing was loaded into."""
     left_out: list[str]
     """Names of the source that are skipped or that the model does not have."""
+    path: str = ""
+    """Path of the file or checkpoint that was read; '' if the task made the weights."""
 
     def table(self) -> list[str]:
         """Return lines on what was loaded, left out, new and of another shape."""
@@ -85,41 +88,45 @@ def fitted(task: Task, config: Config, model: nn.Module) -> Fitted | None:
         Refused: they cannot be read, or do not fit as they are asked to.
     """
     if config.init:
-        source = f"--init {config.init}"
-        state = read(Path(config.init), source)
+        path, source = config.init, f"--init {config.init}"
+        state = read(Path(path), source)
     elif task.pretrained is not None:
         source = f"pretrained in {task.file}"
         made = call(task, "pretrained()", task.pretrained, config)
         if made is None:
             return None
-        is_path = isinstance(made, (str, Path))
-        state = read(Path(made), f"{source}, {made}") if is_path else _tensors_of(made, source)
+        path = str(made) if isinstance(made, (str, Path)) else ""
+        state = read(Path(path), f"{source}, {path}") if path else _tensors_of(made, source)
     else:
         return None
     if task.adapt_state_dict is None:
-        return fit(model, state, config.init_skip, source)
+        return dataclasses.replace(fit(model, state, config.init_skip, source), path=path)
     adapt = task.adapt_state_dict
 
     def adapted(state: dict[str, Tensor]) -> dict[str, Tensor]:
         made = call(task, "adapt_state_dict()", adapt, state, model)
         return _tensors_of(made, f"adapt_state_dict in {task.file}")
 
-    return fit(model, state, config.init_skip, source, adapted)
+    return dataclasses.replace(fit(model, state, config.init_skip, source, adapted), path=path)
 
 
 def read(path: Path, source: str) -> dict[str, Tensor]:
     """Return the tensors of a file or of a checkpoint's folder. A refusal begins with `source`.
 
+    Args:
+        path: CHECKPOINT@ema means the average of the weights in a checkpoint's folder.
+
     Raises:
         Refused: the file is damaged, holds no state of a model, or holds more than tensors.
     """
-    if path.is_dir():
+    folder = path if path.exists() else Path(str(path).removesuffix(f"@{AVERAGE}"))
+    if folder.is_dir():
         from ..checkpoint import manifest as manifests
         from ..checkpoint.load import weights_in  # DCP is slow to import, and few runs begin with a checkpoint
 
         try:
-            manifests.verify(path)
-            return weights_in(path)
+            manifests.verify(folder)
+            return weights_in(folder, is_averaged=folder != path)
         except ValueError as error:
             raise Refused(f"{source}: {error}") from None
     if not path.exists():

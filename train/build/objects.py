@@ -91,7 +91,7 @@ def make_datasets(task: Task, config: Config) -> tuple[Any, dict[str, Any]]:
     Raises:
         Refused: the task cannot make them, or they are not map-style datasets.
     """
-    seed_host(seed_of(config.seed, "datasets"))
+    seed_host(seed_of(config.data.seed, "datasets"))
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # other numbers of threads sum in other orders, and a resume compares the bytes
     try:
@@ -399,8 +399,10 @@ def evaluation_plans(config: Config, eval_sets: Mapping[str, Any]) -> dict[str, 
     size, limits = config.micro_batch_size, (config.eval.limit_batches * config.batch_size, config.overfit or 0)
     assert isinstance(size, int)
     limit = min(filter(None, limits), default=0)
+    seed = config.seed if config.overfit else config.data.seed  # overfit evaluates on what it trains on
+    assert seed is not None
     return {
-        name: Plan(length=len(one), batch_size=config.batch_size, micro_batch_size=size, seed=config.seed, limit=limit)
+        name: Plan(length=len(one), batch_size=config.batch_size, micro_batch_size=size, seed=seed, limit=limit)
         for name, one in eval_sets.items()
     }
 

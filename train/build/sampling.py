@@ -101,7 +101,8 @@ def _numbers(task: Task, config: Config, size: int, name: str) -> npt.NDArray[np
 def _call(task: Task, config: Config, name: str, *epoch: int) -> Any:
     """Call a function of the task, seeded. On one thread, because others sum in other orders."""
     # without an epoch the seed is that of datasets(): the function may call it, to look into the same data
-    function, seed = getattr(task, name), seed_of(config.seed, *(("order", *epoch) if epoch else ("datasets",)))
+    seed = seed_of(config.seed, "order", *epoch) if epoch else seed_of(config.data.seed, "datasets")
+    function = getattr(task, name)
     seed_host(seed)
     seed_owned(owned(function), seed)
     threads = torch.get_num_threads()

@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.state_dict import set_model_state_dict, set_op
 
 from ..errors import one_line
 from ..run import owner
-from .extra import LOSSES, OBJECTS, Extra
+from .extra import AVERAGES, LOSSES, OBJECTS, Extra
 from .frozen import FROZEN_KEYS, fill, held_by
 from .state_dict import initialized_state, state_of, without_hooks
 
@@ -154,8 +154,11 @@ class SafeReader(dcp.FileSystemReader):
         return found
 
 
-def weights_in(folder: Path) -> dict[str, Tensor]:
+def weights_in(folder: Path, is_averaged: bool = False) -> dict[str, Tensor]:
     """Read the weights in a verified checkpoint, whatever their model and writer, on the CPU.
+
+    Args:
+        is_averaged: Whether to read the average of the weights, where the checkpoint has one.
 
     Raises:
         ValueError: the checkpoint cannot be read.
@@ -164,12 +167,16 @@ def weights_in(folder: Path) -> dict[str, Tensor]:
         reader = SafeReader(folder)
         metadata = reader.read_metadata()
         written = {path: metadata.state_dict_metadata[key] for key, path in (metadata.planner_data or {}).items()}
-        found = {
-            path[1]: torch.empty(one.size, dtype=one.properties.dtype)
-            for path, one in written.items()
-            if path[0] == "model" and isinstance(one, TensorStorageMetadata)
+        tensors = {
+            key: {
+                path[1]: torch.empty(one.size, dtype=one.properties.dtype)
+                for path, one in written.items()
+                if path[0] == key and isinstance(one, TensorStorageMetadata)
+            }
+            for key in ("model", *([AVERAGES] if is_averaged else []))
         }
-        dcp.load({"model": found}, storage_reader=reader, no_dist=True)
+        dcp.load(tensors, storage_reader=reader, no_dist=True)
+        found = tensors["model"] | tensors.get(AVERAGES, {})
         found |= {name: tensor for name, tensor in held_by(folder).items() if name not in found}
     except (dcp.api.CheckpointException, ValueError, KeyError) as error:
         raise ValueError(f"{folder.name} cannot be read: {reason_of(error)}") from error

@@ -7,6 +7,7 @@ import logging
 from torch import Tensor
 
 from ..errors import Refused
+from ..run.best import AVERAGE
 from ..run.run_folder import Run
 from . import manifest as manifests
 from .load import weights_in
@@ -17,12 +18,13 @@ MODEL = "model"
 """The name of the module that is meant if none is named."""
 
 
-def state_dict(run: Run, name: str = "", step: int | None = None) -> tuple[int, dict[str, Tensor]]:
+def state_dict(run: Run, name: str = "", step: int | None = None, weights: str = "") -> tuple[int, dict[str, Tensor]]:
     """Return a step and the tensors of a task's model, or of a module that a session has registered, on the CPU.
 
     Args:
         name: under which it is registered (a task's is called model); '': the one called model, or the only one.
         step: of the checkpoint; None: the newest whole one.
+        weights: AVERAGE (run/best.py): the average of a task's weights.
 
     Raises:
         Refused: there is no such checkpoint or module.
@@ -43,7 +45,7 @@ def state_dict(run: Run, name: str = "", step: int | None = None) -> tuple[int, 
         what = f"{run.name} has registered no module {wanted}" if name else f"{run.name} has registered several modules"
         raise Refused(f"{what}; choose one: {', '.join(names)}")
     try:
-        found = weights_in(run.checkpoint(step))
+        found = weights_in(run.checkpoint(step), is_averaged=weights == AVERAGE)
     except ValueError as error:
         raise Refused(str(error)) from None
     if len(names) > 1:  # then names begin with that of their module

@@ -48,19 +48,19 @@ def run(options: Namespace, runs: Path) -> int:
     target = Path(options.to).absolute() if options.to is not None else None
     if target is not None:
         durable.check_target(target, (".json",))
-    wanted = best.checkpoint_named(run, by=spec.best_by, text=options.checkpoint, tell=screen.remark)
+    wanted = best.checkpoint_named(run, spec, options.checkpoint, screen.remark)
     from ..trainer.evaluate import evaluate_run
 
     folders.enter(spec.cwd)
     with screen.results_alone():
         change = eval_fields.changing(run, spec, flags) if flags else None
-        step, samples, measured = evaluate_run(run, spec, wanted, change=change)
+        step, samples, measured = evaluate_run(run, spec, wanted.step, change=change)
     text = json.dumps({"step": step, "samples": samples, "eval": measured} | ({"fields": flags} if flags else {}))
     if options.json:
         print(text)
     else:
         typed = "".join(f", --{name} {value}" for name, value in flags.items())
-        screen.say(f"step {step}, {samples} samples{typed}: {figures(measured)}", sys.stdout)
+        screen.say(f"step {step}{wanted.said}, {samples} samples{typed}: {figures(measured)}", sys.stdout)
     if target is not None:
         durable.write_atomically(target, f"{text}\n")
     return EXIT_FINISHED

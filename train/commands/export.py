@@ -27,7 +27,8 @@ def add_arguments(parser: Parser) -> None:
     add_checkpoint(parser)
     text = (
         "ema: the moving average of the weights, if --ema.decay was set. trained: only weights that are not frozen, "
-        "under the names of model(). Default: model. Of a script with a session: NAME that session.register gave."
+        "under the names of model(). Default: model; with --checkpoint best, the weights that the metric was measured "
+        "with. Of a script with a session: NAME that session.register gave."
     )
     parser.add_argument("--weights", default="", metavar="model|ema|trained|NAME", help=text)
 
@@ -46,10 +47,11 @@ def run(options: Namespace, runs: Path) -> int:
     spec = read_spec(run)
     program = programs.of(spec)
     program.check_can("export", run.name)
-    wanted = best.checkpoint_named(run, by=spec.best_by, text=options.checkpoint, tell=screen.remark)
+    wanted = best.checkpoint_named(run, spec, options.checkpoint, screen.remark)
+    which = wanted.weights(options.weights, screen.remark)
     folders.enter(spec.cwd)
     with screen.results_alone():
-        step = program.export(run, spec, target, step=wanted, which=options.weights)
-    what = _WHICH.get(options.weights, f"weights {options.weights}")
-    screen.say(f"wrote {options.to}: the {what} of {run.name} after step {step}")
+        step = program.export(run, spec, target, step=wanted.step, which=which)
+    what = _WHICH.get(which, f"weights {which}")
+    screen.say(f"wrote {options.to}: the {what} of {run.name} after step {step}{wanted.said}")
     return EXIT_FINISHED

@@ -67,9 +67,8 @@ def start(options: Namespace, runs: Path) -> str:
     program = programs.of(spec)
     program.check_can("fork", of.name)
     _check_kind(options, is_task=program is programs.TASK, name=of.name)
-    step = (
-        best.checkpoint_named(of, by=spec.best_by, text=options.checkpoint, tell=screen.remark) or of.newest_checkpoint
-    )
+    wanted = best.checkpoint_named(of, spec, options.checkpoint, screen.remark)
+    step = wanted.step or of.newest_checkpoint
     name = options.new or folders.fresh_name(runs, of.name)
     folders.check_free(runs, name)
     before = None if options.gpus is not None else str(spec.nproc or record["world_size"])
@@ -81,7 +80,11 @@ def start(options: Namespace, runs: Path) -> str:
     )  # fmt: skip
     warn(launch.start())
     code = f", with the code of {options.task}" if task else ""
-    begins = f"continues from {of.name} after step {step}" if step else f"starts at step 0: {of.name} has no checkpoint"
+    begins = (
+        f"continues from {of.name} after step {step}{wanted.said}"
+        if step
+        else f"starts at step 0: {of.name} has no checkpoint"
+    )
     screen.remark(f"{name} {begins}{code}")
     return name
 

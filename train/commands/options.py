@@ -226,11 +226,13 @@ def check_now(request: Request, runs: Path | None, is_here: bool = True) -> None
 
         unused_fields.check_early(tasks.locate(request.task), request.flags, request.config_file)
     if isinstance(init, str) and init:
-        request.flags = flags | {"init": str(_weights_at(init, runs)) if runs is not None else init}
+        request.flags = flags | {"init": _weights_at(init, runs) if runs is not None else init}
 
 
-def _weights_at(text: str, runs: Path) -> Path:
-    """Return the file that --init means, or the folder of a checkpoint: NAME, NAME@best or NAME@STEP.
+def _weights_at(text: str, runs: Path) -> str:
+    """Return the path of the file that --init means, or of a checkpoint's folder: NAME, NAME@best or NAME@STEP.
+
+    It ends with @ema for the average of the weights, which the best metric may have been measured with.
 
     Raises:
         Refused: neither a file nor a run has this name.
@@ -245,16 +247,20 @@ def _weights_at(text: str, runs: Path) -> Path:
             raise Refused(
                 f"--init {text}: both a file and a run have this name; give ./{text}, {text}@best or {text}@STEP"
             )
-        return Path(text).absolute()
+        return str(Path(text).absolute())
+    if sign and which == best.AVERAGE and Path(name).is_dir() and not is_run:  # from a config.toml
+        return str(Path(text).absolute())
     if not is_run or (sign and not which):
         raise Refused(f"--init {text}: no file and no run has this name; give a FILE, NAME, NAME@best or NAME@STEP")
     run = folders.find(runs, name)
-    step, spec = run.newest_checkpoint, read_spec(run)
-    if which:
-        step = best.checkpoint_named(run, by=spec.best_by, text=which, tell=screen.remark) or step
+    wanted = best.checkpoint_named(run, read_spec(run), which or None, screen.remark)
+    step = wanted.step or run.newest_checkpoint
     if not step:
         raise Refused(f"--init {text}: {name} has no checkpoint yet")
-    return run.checkpoint(step).absolute()
+    if wanted.metric:
+        what = "averaged weights" if wanted.is_averaged else "weights"
+        screen.remark(f"--init {text}: the {what} after step {step}{wanted.said}")
+    return f"{run.checkpoint(step).absolute()}{f'@{best.AVERAGE}' if wanted.is_averaged else ''}"
 
 
 def warn(warnings: list[str]) -> None:

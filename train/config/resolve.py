@@ -61,6 +61,8 @@ def resolve(
         flat = layer(given, settings, source, flat)
         build(flat, settings, source=source, partial=True)
     config = with_flags(flags, settings=settings, task_file=task_file, flat=flat)
+    if config.data.seed is None:  # a fork with another seed keeps this one
+        config.data.seed = config.seed
     check_lasts(config, settings)
     return config
 

@@ -152,6 +152,9 @@ class Data:
     workers: Changeable[Annotated[int, Field(ge=0, le=1024)] | None] = None
     """Data workers: loader processes per rank. 0: load in the training process. Does not change the result. Default on
     GPUs, for datasets that read item by item: the rank's share of the cores minus one, from 1 to 8. Otherwise 0."""
+    seed: Annotated[int, Field(ge=0, lt=2**63)] | None = None
+    """Seed of datasets(), such as of a random split, and of the choice that eval.limit_batches makes. Default: seed.
+    Runs with other seeds keep the same split if they have the same data.seed."""
     drop_last: bool = False
     """true: skip the short last batch of each epoch, whose samples differ each time. Evaluations use all samples."""
     on_error: Changeable[Literal["stop", "skip"]] = "stop"
@@ -262,7 +265,8 @@ class Config:
     """Train and evaluate on the same N samples of the training set: a random choice, always the same. A model that
     learns has a loss near 0 after some hundred steps. none: off."""
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
-    """Seed of everything random: order of samples, augmentation, dropout, first weights."""
+    """Seed of everything random: order of samples, augmentation, dropout, first weights. data.seed replaces it for
+    datasets()."""
     batch_size: Count = 64
     """Global batch size: samples per optimizer update, over all ranks."""
     micro_batch_size: Count | Literal["auto"] | None = None

@@ -33,7 +33,7 @@ from ..run import best
 from ..tasks import Task
 from ..trainer import trace
 from ..trainer.loggers import wandb
-from . import batch_norm, deterministic, first_look, provenance, unused_fields
+from . import batch_norm, deterministic, first_look, kept_split, provenance, unused_fields
 from .request import ALONE, Plan, Request, resolve, scratch_run_dir
 from .task_source import kept, of_task, unused_warning
 from .unused_fields import Asked, asked, of_no_use
@@ -43,7 +43,7 @@ _METRICS = ("checkpoint.best", "early_stopping.metric", "schedule.metric")
 
 
 @dataclasses.dataclass
-class _Checked:
+class Checked:
     """What the checks found out."""
 
     precision: Precision
@@ -63,13 +63,15 @@ class _Checked:
 
 @scratch_run_dir()
 def prepare(
-    request: Request, *, ranks: int = 1, nodes: range = ALONE, elsewhere: Callable[[], list[list[gpus.Card]]] = list
-) -> Plan:
+    request: Request, *, ranks: int = 1, nodes: range = ALONE, runs: Path = Path(),
+    elsewhere: Callable[[], list[list[gpus.Card]]] = list,
+) -> Plan:  # fmt: skip
     """Check a new run from its flags to its data, and choose the values that its user left open.
 
     Args:
         ranks: Number of ranks on each machine.
         nodes: Possible numbers of machines.
+        runs: The folder of the runs.
         elsewhere: Under torchrun: returns the GPUs of each other rank's machine; an empty list: unknown.
 
     Raises:
@@ -127,6 +129,9 @@ def prepare(
         task, config, model=model, eval_sets=found.eval_sets, ranks=everywhere, device=device,
         named=followed_metrics(config),
     )  # fmt: skip
+    if initial is not None and initial.path:
+        sets = {"train_set": found.train_set, "eval_sets": found.eval_sets}
+        warnings += kept_split.warnings(task, config, initial.path, runs, sets)
     batch_norm.check(
         task, config, found.train_set, lambda: model, samples=found.samples, ranks=everywhere, steps=range(found.total)
     )
@@ -152,7 +157,7 @@ def _of_hidden(names: list[str]) -> list[str]:
 
 def check_run(
     task: Task, config: Config, local: int, ranks: int, asked: Asked, *, count: Callable[[Any], int] | None = None
-) -> _Checked:
+) -> Checked:
     """Make the checks that every run needs, in order. Writes the device into `config`.
 
     Args:
@@ -199,7 +204,7 @@ def check_run(
     set_total(total)
     schedule.check(task, schedule.Planned(config, plan.steps_per_epoch, total))
     trace.steps_of(config.trace, total=total)
-    return _Checked(
+    return Checked(
         precision=precision, cards=cards, train_set=train_set, eval_sets=eval_sets, samples=samples, total=total,
         threads=problem, warnings=warnings,
     )  # fmt: skip
@@ -233,7 +238,7 @@ def without_tf32(config: Config, device: torch.device, local: int, asked: Asked)
     return [f"precision tf32 needs {lacks}, so this run computes in fp32 here"] if lacks else []
 
 
-def not_exact(task: Task, config: Config, found: _Checked) -> list[str]:
+def not_exact(task: Task, config: Config, found: Checked) -> list[str]:
     """Return the reasons why a run would not be exact, as far as its first samples show."""
     assert isinstance(config.micro_batch_size, int)
     sets = {TRAINING: found.train_set} | {name or EVALUATION: one for name, one in found.eval_sets.items()}

@@ -24,6 +24,7 @@ from ..data.aside import aside
 from ..data.fetch import EVALUATION, passes
 from ..data.plan import Sharing, evaluation_micro_batches
 from ..errors import Refused, TrainingFailed, nearest, one_line
+from ..parallel import gather
 from ..parallel.precision import cpu_precision
 from ..parallel.torch_private import without_compiler
 from ..parallel.world import World
@@ -45,13 +46,14 @@ _MORE = "…"
 
 def warnings(
     task: Task, config: Config, *, model: nn.Module, eval_sets: Mapping[str, Any], ranks: int, device: torch.device,
-    named: Mapping[str, str],
+    named: Mapping[str, str], way: str = f"mend it, or launch without this first look at the evaluation: {_OFF}",
 ) -> list[str]:  # fmt: skip
     """Evaluate one micro batch of each evaluation set. Returns what the user should know about it.
 
     Args:
         ranks: Number of ranks on all machines.
         named: Maps the fields whose metric the evaluations must give to their text.
+        way: What to do about a problem, as the end of a refusal.
         device: That of the ranks. An error on a GPU's behalf may be the CPU's own, so it is a warning.
 
     Raises:
@@ -76,7 +78,7 @@ def warnings(
         return [f"the first look at the evaluation {ended}; to launch without it: {_OFF}"]
     for text, is_certain in found:
         if is_certain:
-            raise Refused(f"{text}; mend it, or launch without this first look at the evaluation: {_OFF}")
+            raise Refused(f"{text}; {way}")
     return [f"a first look at the evaluation failed: {text}" for text, _ in found]
 
 
@@ -117,7 +119,7 @@ def _problems(
             one = dataclasses.replace(plan, limit=min(plan.evaluated, plan.micro_batch_size))
             batches = loader.batches(evaluation_micro_batches(one, Sharing(), evaluation=number))
             try:
-                with without_compiler():
+                with without_compiler(), gather.evaluating(ranks):
                     found = evaluate(
                         task, model, {name: one}, stream=batches, world=world, sharing=Sharing(), precision=precision,
                         show=lambda pictures: None,
@@ -142,7 +144,7 @@ def _recurs(task: Task, error: BaseException, device: str) -> bool:
     """Whether the error would recur in the run, on the run's device and with whole sets."""
     if isinstance(error, ComputeMetricsFailed) or passes(error) or memory.is_refused(str(error)):
         return False
-    if device == "cpu" or isinstance(error, TrainingFailed):
+    if device == "cpu" or isinstance(error, (TrainingFailed, Refused)):
         return True
     frames = traceback.extract_tb(error.__traceback__)
     return isinstance(error, _OF_PYTHON) and bool(frames) and frames[-1].filename == str(task.file)

@@ -236,7 +236,7 @@ def open_under_torchrun(
         ours = (one for one in names if folders.record_of(runs, one).get("torchelastic") == job)
         made = next((Run(runs / one) for one in ours), None)
     if made is None:
-        plan = prepare(new, ranks=ranks, nodes=nodes, elsewhere=elsewhere)
+        plan = prepare(new, ranks=ranks, nodes=nodes, runs=runs, elsewhere=elsewhere)
         plan.warnings += mirrored.check(new, plan)
         made = _create(new, plan, plan.record | {"torchelastic": job})
     lock = made.acquire(patience=30.0)  # the ranks of the attempt before may still be ending

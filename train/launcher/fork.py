@@ -35,7 +35,7 @@ from ..run.spec import Spec, spec_of
 from ..tasks import Task
 from ..tasks import load as load_task
 from ..trainer import early_stopping
-from . import batch_norm, checks, deterministic, first_look, provenance, rate_change, task_source
+from . import batch_norm, checks, deterministic, first_look, kept_split, provenance, rate_change, task_source
 from .request import ALONE, Plan, scratch_run_dir
 from .resume import check_data
 from .unused_fields import asked, functions_of, of_functions, of_no_use
@@ -116,8 +116,10 @@ def prepare_fork(run: Run, step: int, flags: dict[str, str], ranks: int, file: s
     files: dict[str, str | bytes] = {**code.files, "config.toml": configuration.to_toml(config)}
     warnings = [*code.warnings, *of_order, *found.warnings]
     if code.edited:
-        differs, facts = _data_of(run, task, config, train_set=found.train_set, eval_sets=found.eval_sets)
+        sets = {"train_set": found.train_set, "eval_sets": found.eval_sets}
+        differs, facts = _data_of(run, task, config, **sets)
         warnings, files[fingerprint.FACTS] = warnings + differs, facts
+        warnings += kept_split.warnings(task, config, run.name, run.folder.parent, sets)
     else:
         check_data(run, spec, task, config, found.train_set, found.eval_sets)
     warnings += imports.edited(run, spec) if given is None else []
@@ -226,6 +228,8 @@ def _config(run: Run, step: int, code: _Code, flags: dict[str, str]) -> Config:
         raise Refused(f"--optim.name {config.optim.name} cannot load the state of {before.optim.name}; {way}")
     if step and config.overfit != before.overfit:
         raise Refused(f"a fork cannot change --overfit; start a new run with its weights: --init {run.name}@{step}")
+    if config.data.seed is None:  # --data.seed none
+        config.data.seed = config.seed
     if step:
         config.init = config.init_skip = ""  # the weights come from the checkpoint
     if config.micro_batch_size == "auto":

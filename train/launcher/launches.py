@@ -78,7 +78,7 @@ class NewRun(Request, _New):
         nodes = numbers_of(self.machines())
         of_gloo = keep_gloo_at_home(ranks, nodes)
         imports.watch()
-        plan = prepare(self, ranks=ranks, nodes=nodes)
+        plan = prepare(self, ranks=ranks, nodes=nodes, runs=Path(self.runs))
         plan.visible, plan.warnings = visible, of_gloo + plan.warnings
         return plan
 

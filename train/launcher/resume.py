@@ -22,11 +22,13 @@ from ..run.run_folder import Run
 from ..run.spec import Spec, spec_of
 from ..tasks import Task
 from ..trainer import early_stopping, trace
-from . import batch_norm, checks, rate_change
+from . import batch_norm, checks, first_look, rate_change
 from .request import ALONE
 from .resumable import fork_of
 from .task_source import of_run
 from .unused_fields import asked
+
+_TRAINED_ON = "evaluation samples may have been trained on"
 
 
 def prepare_resume(run: Run, flags: dict[str, str], local: int, nodes: range = ALONE) -> tuple[Config, list[str]]:
@@ -86,9 +88,7 @@ def prepare_resume(run: Run, flags: dict[str, str], local: int, nodes: range = A
     if "trace" in flags:
         trace.steps_of(config.trace, run.newest_checkpoint, found.total)
     is_first_of_several = record["world_size"] == 1 < ranks
-    splits = strategies.of(config.parallel.strategy, ranks).splits_parameters
-    if is_first_of_several or splits or config.parallel.recompute:
-        checks.check_model(task, config, ranks, found.precision)
+    warnings += _check_model(run, task, config, found, ranks=ranks, is_first_of_several=is_first_of_several)
     batch_norm.check(
         task, config, found.train_set, lambda: checks.check_model(task, config, ranks, found.precision),
         samples=found.samples, ranks=ranks, steps=range(step, found.total),
@@ -101,6 +101,23 @@ def prepare_resume(run: Run, flags: dict[str, str], local: int, nodes: range = A
         run, spec, task, (kept, config), samples=found.samples, step=step, flags=flags, is_fork=False,
     )  # fmt: skip
     return config, warnings
+
+
+def _check_model(
+    run: Run, task: Task, config: Config, found: checks.Checked, *, ranks: int, is_first_of_several: bool
+) -> list[str]:
+    """Check that these ranks can train and evaluate the model, where a single rank or its machine did not show it."""
+    splits = strategies.of(config.parallel.strategy, ranks).splits_parameters
+    if not (is_first_of_several or splits or config.parallel.recompute):
+        return []
+    model = checks.check_model(task, config, ranks, found.precision)
+    if not is_first_of_several:
+        return []
+    way = f"continue on one rank: train resume {run.name} --nproc 1"
+    return first_look.warnings(
+        task, config, model=model, eval_sets=found.eval_sets, ranks=ranks, device=found.precision.device, named={},
+        way=way,
+    )  # fmt: skip
 
 
 def _elsewhere(run: Run, flags: dict[str, str]) -> str:
@@ -116,8 +133,20 @@ def check_data(run: Run, spec: Spec, task: Task, config: Config, train_set: Any,
     """
     differs = data_differs(run, task, config=config, train_set=train_set, eval_sets=eval_sets)
     if differs:
-        way = f"put them back as they were, or start a new run with its weights: --init {run.name}"
-        raise Refused(f"the data have changed since {run.name} started ({differs}); {way}")
+        init = f"start a new run with its weights: --init {run.name}"
+        before = run.read_config()
+        if config.data.seed != before.get("data.seed"):
+            end = f"keep its split: --data.seed {before.get('data.seed')}"
+            raise Refused(f"other data than those of {run.name} ({differs}), so {_TRAINED_ON}; {end}")
+        if config.seed != before.get("seed"):
+            end = f"let it read config.data.seed, and give that version: --task {spec.task_source}"
+            raise Refused(
+                f"other data than those of {run.name} ({differs}), because datasets() in {task.file.name} reads "
+                f"config.seed, so {_TRAINED_ON}; {end}"
+            )
+        raise Refused(
+            f"the data have changed since {run.name} started ({differs}); put them back as they were, or {init}"
+        )
     length = objects.plan_of(config, sampling.samples_of(spec, train_set)).length
     samples = length if spec.samples is None else spec.samples
     if length != samples:  # only for a run whose data.json was removed: the check above covers the others

@@ -16,6 +16,10 @@ from .world import World
 
 _ranks: dict[str, Any] = {"world": None, "problem": ""}
 """The ranks while a run trains, and why they cannot gather."""
+_IN_EVALUATION = (
+    "train.gather depends on the number of ranks, but figures of an evaluation must not; write in loss(): "
+    "rows = train.gather(rows) if model.training else rows, or compare all samples in compute_metrics(predictions)"
+)
 
 
 class _Gather(torch.autograd.Function):
@@ -35,28 +39,34 @@ class _Gather(torch.autograd.Function):
 def gather(tensor: Tensor) -> Tensor:
     """Return the rows of all ranks' tensors, in the order of the batch. Gradients flow back to all ranks.
 
-    For a loss that compares its rows with those of all ranks and returns the mean over its own rows. In an evaluation
-    and outside of a run it returns the given rows.
+    For a loss that compares its rows with those of all ranks and returns the mean over its own rows. On one rank and
+    outside of a run it returns the given rows.
 
     Args:
         tensor: of shape (n, …), the same on all ranks.
 
     Raises:
-        Refused: ranks may have different numbers of rows.
+        Refused: ranks may have different numbers of rows, or this is an evaluation on several ranks.
     """
-    if _ranks["world"] is None:
-        return tensor
     if _ranks["problem"]:
         raise Refused(_ranks["problem"])
-    return tensor if _ranks["world"].size == 1 else _Gather.apply(tensor, _ranks["world"])
+    return tensor if _ranks["world"] is None or _ranks["world"].size == 1 else _Gather.apply(tensor, _ranks["world"])
+
+
+def among(world: World, config: Config) -> contextlib.AbstractContextManager[None]:
+    """Return a context manager in which losses gather among these ranks."""
+    return _with(world, _problem(config, world.size))
+
+
+def evaluating(ranks: int) -> contextlib.AbstractContextManager[None]:
+    """Return a context manager for an evaluation of a run on this many ranks, whose figures must not depend on them."""
+    return _with(None, _IN_EVALUATION if ranks > 1 else "")
 
 
 @contextlib.contextmanager
-def among(world: World | None, config: Config) -> Iterator[None]:
-    """Context manager in which losses gather among these ranks; None: figures must not depend on the number of
-    ranks."""
+def _with(world: World | None, problem: str) -> Iterator[None]:
     before = dict(_ranks)
-    _ranks.update(world=world, problem=_problem(config, world.size) if world is not None else "")
+    _ranks.update(world=world, problem=problem)
     try:
         yield
     finally:

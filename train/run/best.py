@@ -10,6 +10,7 @@ from ..errors import Refused, is_whole, whole
 from ..format import figure
 from .metrics import evaluations
 from .run_folder import Run
+from .spec import Spec
 
 
 class Aim(NamedTuple):
@@ -100,28 +101,61 @@ def facts(run: Run, by: str) -> dict[str, Any]:
     return {"checkpoints": sorted(run.steps_saved()), "best": shown}
 
 
-def checkpoint_named(run: Run, *, by: str, text: str | None, tell: Callable[[str], None]) -> int | None:
-    """Return the step that `--checkpoint` means, a number or `best`; None if it was not given.
+AVERAGE = "ema"
+"""Names the average of the weights, among the weights of a run and in the names of its metrics."""
+
+
+class Chosen(NamedTuple):
+    """The checkpoint that `--checkpoint` means."""
+
+    step: int | None = None
+    """None: the newest one."""
+    metric: str = ""
+    """The metric by which it is the best; '': it was not chosen as the best."""
+    is_averaged: bool | None = None
+    """Whether that metric was measured with the average of the weights; None: the run keeps none."""
+
+    def weights(self, asked: str, tell: Callable[[str], None]) -> str:
+        """Return the weights to use: those that the user has asked for, else those that the metric was measured with.
+
+        Args:
+            asked: AVERAGE, another name, or '': not given.
+            tell: called with a warning if the metric was measured with others than asked for.
+        """
+        if asked and self.is_averaged not in (None, asked == AVERAGE):
+            measured = "average of the weights" if self.is_averaged else "weights of the model"
+            tell(f"warning: step {self.step} is the best by {self.metric}, which was measured with the {measured}")
+        return asked or (AVERAGE if self.is_averaged else "")
+
+    @property
+    def said(self) -> str:
+        """The end of a line about the weights; '' if they are not the best."""
+        return f", the best by {self.metric}" if self.metric else ""
+
+
+def checkpoint_named(run: Run, spec: Spec, text: str | None, tell: Callable[[str], None]) -> Chosen:
+    """Return the checkpoint that `--checkpoint` means, a number or `best`.
 
     Args:
-        by: as in `best`.
+        text: None: it was not given.
         tell: called with a warning if a better evaluation has no checkpoint.
 
     Raises:
         Refused: it is neither, there is no checkpoint of that step, or no checkpoint was evaluated.
     """
     if text is None:
-        return None
+        return Chosen()
     saved = ", ".join(map(str, sorted(run.steps_saved()))) or "none"
     if text == "best":
-        found = best(run, by)
+        found = best(run, spec.best_by)
         if found is None:
             raise Refused(f"no checkpoint of {run.name} was evaluated (there are: {saved}); give --checkpoint STEP")
         if found.warning:
             tell(f"warning: {found.warning}")
-        return found.step
+        is_averaged = found.metric.startswith(f"{AVERAGE}.")
+        return Chosen(found.step, found.metric, None if spec.config.get("ema.decay") is None else is_averaged)
     if not is_whole(text) or whole(text) < 1:
         raise Refused(f"--checkpoint {text}: give the step of a checkpoint, or best; see: train show {run.name}")
     if whole(text) not in run.steps_saved():
         raise Refused(f"{run.name} has no checkpoint of step {whole(text)}; there are: {saved}")
-    return whole(text)
+    return Chosen(whole(text))

@@ -23,6 +23,7 @@ from ..data.plan import MicroBatch, Plan, Sharing, evaluation_micro_batches
 from ..data.progress import set_total
 from ..data.seeding import owned, seed_compute
 from ..errors import Refused, TrainingFailed
+from ..parallel import gather
 from ..parallel.compiling import compile_as_asked
 from ..parallel.devices import NoGPU, pick_device, take_device
 from ..parallel.precision import Precision, precision_on
@@ -290,7 +291,7 @@ def evaluate_run(
         workers=workers,
         left_out=_warn,
     )
-    with loader, objects.refusing(task):
+    with loader, objects.refusing(task), gather.evaluating(run.read()["world_size"]):
         take_device(device)
         sharing = Sharing()
         last = max(step - 1, 0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +18,15 @@ from ..config import Config
 from ..data.fetch import EVALUATION, TRAINING
 from ..errors import Refused, one_line
 from ..parallel.precision import cpu_precision
+from ..run.best import AVERAGE
 from ..run.durable import published
 from ..run.run_folder import Run
 from ..run.spec import Spec
 from ..tasks import Task
 from .load import load_trained
 
-MODEL, AVERAGE, TRAINED = "model", "ema", "trained"
-"""Which weights to export: those of the model, the average that `ema.decay` keeps, or only the model's weights that are
-not frozen."""
+MODEL, TRAINED = "model", "trained"
+"""Which weights to export, besides AVERAGE: those of the model, or only those of them that are not frozen."""
 
 
 def export(run: Run, spec: Spec, target: Path, *, step: int | None = None, which: str = MODEL) -> int:
@@ -81,6 +82,8 @@ def _write(state: dict[str, Tensor], partial: Path, run: Run, step: int) -> None
         save_file(state, partial, metadata={"checkpoint": f"{run.name}/{run.checkpoint(step).name}"})
     else:
         torch.save(state, partial)
+        with zipfile.ZipFile(partial, "a") as file:
+            file.comment = f"{run.name}/{run.checkpoint(step).name}".encode()
 
 
 def _to_onnx(task: Task, config: Config, model: nn.Module, inference: nn.Module, target: Path) -> None:

@@ -33,6 +33,7 @@ from ..errors import Refused, one_line
 from ..parallel.precision import Precision, precision_on
 from ..parallel.world import World
 from ..run import folders, imports, owner
+from ..run.best import AVERAGE
 from ..run.run_folder import Run
 from ..run.spec import Spec, read_spec
 from ..tasks import Task
@@ -49,26 +50,32 @@ def model_of(run: Run, step: int | None, *, device: str, weights: str) -> nn.Mod
 
     Args:
         step: of the checkpoint; None: the newest.
-        weights: `model`, or `ema` for the average of the weights.
+        weights: `model` or '', or `ema` for the average of the weights.
 
     Raises:
         Refused: there is no such checkpoint, average or device.
     """
     place, spec = _device(device), read_spec(run)
-    if weights not in ("model", "ema"):
+    if weights not in ("", "model", AVERAGE):
         raise Refused(f"weights={weights!r}: give 'model', or 'ema' for the average that ema.decay keeps")
     with _visited(run, spec, place):
-        task, config, model, _, averaged = load_trained(run, spec, step)
-        if weights == "ema" and not averaged:
-            raise Refused(
-                f"{run.name} keeps no average of its weights; to get one, launch a run with ema={{'decay': 0.999}}"
-            )
-        if weights == "ema":
-            model.load_state_dict(averaged, strict=False)
+        task, config, model = _trained(run, spec, step, weights)
         return _ready(task, config, model, place)
 
 
-def predictions(run: Run, step: int | None, dataset: Any, *, device: str, batch_size: int | None) -> Any:
+def _trained(run: Run, spec: Spec, step: int | None, weights: str) -> tuple[Task, Config, nn.Module]:
+    """Return the task, the configuration and the model with these weights, as in `model_of`."""
+    task, config, model, _, averaged = load_trained(run, spec, step)
+    if weights == AVERAGE and not averaged:
+        raise Refused(
+            f"{run.name} keeps no average of its weights; to get one, launch a run with ema={{'decay': 0.999}}"
+        )
+    if weights == AVERAGE:
+        model.load_state_dict(averaged, strict=False)
+    return task, config, model
+
+
+def predictions(run: Run, step: int | None, dataset: Any, *, device: str, weights: str, batch_size: int | None) -> Any:
     """Return the predictions for every sample of a data set, joined, on the CPU.
 
     Without `predict` in the task these are what the model returns for a batch, or for the first part of a batch that is
@@ -85,7 +92,7 @@ def predictions(run: Run, step: int | None, dataset: Any, *, device: str, batch_
     if not len(dataset):
         raise Refused("the data set has no samples to predict")
     with _visited(run, spec, place):
-        task, config, model, _, _ = load_trained(run, spec, step)
+        task, config, model = _trained(run, spec, step, weights)
         size = batch_size or config.micro_batch_size
         assert isinstance(size, int)
         inference = _ready(task, config, model, place)

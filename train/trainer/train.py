@@ -286,7 +286,7 @@ class Loop:
         unchanged = job.hooks.extra.unchanged(job.world.device)  # a resume does not repeat an evaluation
         with (
             self.timing.spent("evaluation"),
-            gather.among(None, job.config),
+            gather.evaluating(job.world.size),
             evaluated_weights(job.optimizer),
             unchanged,
         ):

@@ -62,6 +62,8 @@ def differing(runs: Sequence[tuple[Spec, int | None]]) -> list[str]:
     other = [name for name in names if len({shown(values.get(name)) for values in flats}) > 1]
     # micro_batch_size follows from these two, so naming them is enough
     other = [name for name in other if not (name == "micro_batch_size" and {"batch_size", "ranks"} & set(other))]
+    if all(values.get("data.seed") == values.get("seed") for values in flats):
+        other = [name for name in other if name != "data.seed"]
     named, more = other[:_MOST], len(other) - _MOST
     labels = []
     for values in flats:

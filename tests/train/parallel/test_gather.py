@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -9,6 +10,9 @@ import torch
 
 import train
 from tests.tasks import TASKS
+from tests.train.specs import with_spec
+from train.errors import Refused
+from train.trainer.evaluate import evaluate_run
 
 pytestmark = pytest.mark.never_forgiven
 
@@ -47,6 +51,23 @@ def test_ranks_with_different_numbers_of_rows_are_refused(station: Any, flags: l
     sizes = ["--batch_size", 12, "--micro_batch_size", 4, "--data.drop_last", "true"]
     done = station("run", TASKS / "contrast.py", "--spawn", 3, *sizes, *flags)
     assert done.returncode == 3 and message in done.stderr  # that a loss gathers, training alone shows
+
+
+def test_an_evaluation_on_several_ranks_is_refused_at_launch_at_a_resume_and_alone(engine: Any) -> None:
+    station, file = engine.station, engine.station.folder / "gathers.py"
+    file.write_text((TASKS / "contrast.py").read_text().replace(" if model.training else other", ""))
+    words = "write in loss(): rows = train.gather(rows) if model.training else rows"
+    flags = CONTRAST | {"task": file, "micro_batch_size": 4, "steps": 2}
+    with pytest.raises(Refused, match=re.escape(words)):
+        engine.run("gathers-three", 3, **flags)
+    assert engine.run("gathers", 1, **flags)["state"] == "finished"
+    with pytest.raises(Refused, match=f"{re.escape(words)}.*; continue on one rank: train resume gathers --nproc 1"):
+        engine.resume("gathers", 3, epochs=3)
+    run = station.run("gathers")
+    assert evaluate_run(*with_spec(run), None)[0] == 2
+    run.update(world_size=3)
+    with pytest.raises(Refused, match=re.escape(words)):
+        evaluate_run(*with_spec(run), None)
 
 
 def test_outside_of_a_run_rows_are_those_that_were_given() -> None:

@@ -16,12 +16,14 @@ from safetensors.torch import load_file
 
 from tests.tasks import TASKS
 from tests.train.specs import with_spec
+from train import api
 from train.checkpoint.manifest import manifest_text
 from train.checkpoint.state_dict import weights_sha256
 from train.config import from_toml
 from train.errors import Refused
 from train.launcher.resume import prepare_resume
 from train.run import run_folder
+from train.run.best import best
 from train.tasks import load
 from train.trainer.export import export
 from train.trainer.load import load_trained
@@ -243,6 +245,37 @@ def test_an_export_that_cannot_be_is_refused_and_writes_nothing(
     done = finished("export", "done", "--to", tmp_path / target, *(["--checkpoint", step] if step else []))
     assert done.returncode == 2 and words in done.stderr and done.stderr.count("\n") == 1
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_best_weights_are_those_that_the_metric_was_measured_with(
+    station: Station, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ["--steps", 3, "--eval.every_steps", 1, "--ema.decay", 0.9, "--checkpoint.best", "ema.accuracy"]
+    station.ok("run", "digits", "--name", "a", *flags, "--cpu_threads", 1)
+    run = station.run("a")
+    step = best(run, "ema.accuracy").step  # type: ignore[union-attr] # it has been evaluated
+    *_, model, _, average = load_trained(*with_spec(run), step)
+    averaged, last = {**model.state_dict(), **average}, {**model.state_dict()}
+    assert weights_sha256(averaged) != weights_sha256(last)
+
+    def exported(*more: str) -> tuple[str, str]:
+        done = station.ok("export", "a", "--to", tmp_path / "a.pt", "--checkpoint", "best", *more)
+        return weights_sha256(torch.load(tmp_path / "a.pt", weights_only=True)), done.stderr
+
+    digest, said = exported()
+    assert digest == weights_sha256(averaged)
+    assert f"the averaged weights of a after step {step}, the best by ema.accuracy" in said
+    digest, said = exported("--weights", "model")
+    assert digest == weights_sha256(last)
+    assert "measured with the average of the weights" in said and "the weights of a after" in said
+    here = api.find("a", runs=station.runs)
+    assert weights_sha256(here.model(checkpoint="best").state_dict()) == weights_sha256(averaged)
+    assert weights_sha256(here.state_dict(checkpoint="best")) == weights_sha256(averaged)
+    assert f"a: the averaged weights after step {step}, the best by ema.accuracy" in capsys.readouterr().err
+    assert weights_sha256(here.model(checkpoint=step).state_dict()) == weights_sha256(last)
+    done = station.ok("run", "digits", "--name", "b", "--init", "a@best", "--steps", 1, "--cpu_threads", 1)
+    assert "the averaged weights after step" in done.stderr
+    assert weights_sha256(load_file(station.runs / "b" / "init.safetensors")) == weights_sha256(averaged)
 
 
 def test_an_old_export_stays_when_a_new_one_fails(finished: Station, tmp_path: Path) -> None:
