@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from .. import gpus, screen
+from .. import doing, gpus, screen
 from ..errors import EXIT_REFUSED, Refused, one_line
 from ..parallel.rank_env import RankEnv, is_under_torchrun, meeting_port, read_rank_env
 from ..run import environment, folders, imports, outcome
@@ -52,7 +52,8 @@ def run(new: NewRun, is_spawned: bool) -> int:
         if is_spawned:
             raise Refused("torchrun has started the ranks already; leave out --spawn")
         return _under_torchrun(new)
-    zygote, plan = check_in_fork(new)
+    with doing.noted() as notes:
+        zygote, plan = check_in_fork(new, meanwhile=doing.Waiting(new.name, notes, screen.remark).look)
     made = _create(new, plan, plan.record).held()
     lock = made.acquire()
     assert lock is not None  # the folder is new

@@ -26,7 +26,9 @@ COPY = "copy"
 """Effective only: it would be resumed automatically if this station had started it (ownership.py)."""
 QUEUED = "queued"
 """Effective only: the cluster has not started the run yet, or will start it again."""
-ALL = (CREATED, QUEUED, RUNNING, STOPPED, INTERRUPTED, COPY, FAILED, FINISHED)
+CHECKING = "checking"
+"""Effective only: the launch is still being checked, so there is no run folder yet."""
+ALL = (CHECKING, CREATED, QUEUED, RUNNING, STOPPED, INTERRUPTED, COPY, FAILED, FINISHED)
 """Every effective state, in the order of `train ls --sort state`."""
 
 
