@@ -23,8 +23,8 @@ from ..run.outcome import Kind, Outcome
 from ..run.run_folder import Lock, Run
 from ..run.spec import Spec, read_spec
 from ..signals import POLITE, StopRequest, leave
-from ..supervise import diagnose
-from ..supervise.attempts import Supervisor, supervise_alone, tail
+from ..supervise import diagnose, last_words
+from ..supervise.attempts import Supervisor, supervise_alone
 from ..supervise.decide import CODES, LaunchMode
 from ..supervise.ranks import TaskRanks
 from . import mirrored
@@ -91,7 +91,7 @@ def _show_lost(run: Run, ranks: TaskRanks) -> None:
     """Print the end of the log of each rank that ended without a report. Rank 0 has printed on the terminal."""
     logs = run.logs(1)
     for rank in sorted(ranks.exits.keys() - outcome.read_all(logs).keys() - {0}):
-        for line in diagnose.last_lines(tail(logs, rank)):
+        for line in diagnose.last_lines(last_words.tail(logs, rank)):
             screen.remark(f"rank {rank}: {line}")
 
 

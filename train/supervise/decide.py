@@ -15,7 +15,7 @@ from .. import signals
 from ..errors import EXIT_FAILED, EXIT_FINISHED, EXIT_INTERRUPTED, EXIT_REFUSED, EXIT_STOPPED
 from ..run import states
 from ..run.outcome import Kind, Outcome, first_fault
-from . import diagnose, memory
+from . import diagnose, last_words, memory
 
 _LONGEST_WAIT = 30.0
 """Maximum number of seconds before a restart of a run for which the machine was too busy."""
@@ -177,6 +177,8 @@ def decide(facts: Facts) -> Decision:
     """Decide what happens to a run whose attempt is over. If the machine may be the cause, name the doctor check."""
     decision = _decide(facts)
     if decision.end not in (states.FAILED, "died") or decision.reason is None:  # restarts, or torchrun reports it
+        return decision
+    if last_words.advice(decision.why):
         return decision
     said = _raised(facts, decision.why) or facts.program.last_words(facts, decision.rank)
     hint = diagnose.hint("\n".join([decision.why, *said]))

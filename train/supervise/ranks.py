@@ -171,6 +171,11 @@ class Ranks(abc.ABC):
             self._first |= failed
 
     @property
+    def numbers(self) -> list[int]:
+        """The ranks of this machine in the current attempt."""
+        return [rank_env.rank for rank_env in self.rank_envs]
+
+    @property
     def pids(self) -> list[int]:
         """Process ids of all started ranks, by rank."""
         return list(self._pids.values())

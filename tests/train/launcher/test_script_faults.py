@@ -48,7 +48,7 @@ def ends(record: dict[str, object]) -> list[str]:
 def test_a_script_is_not_started_again_unless_its_user_says_so(station: Station) -> None:
     record = run(station, "print('to work')\nif rank == 1: raise ValueError('bad shape')\ntime.sleep(60)", "--nproc", 2)
     assert record["state"] == states.FAILED and ends(record) == ["died"]
-    assert record["reason"] == "rank 1 exited with code 1; see: train logs a --rank 1"
+    assert record["reason"] == "rank 1 exited with code 1: ValueError: bad shape; see: train logs a --rank 1"
     assert "| ValueError: bad shape" in station.ok("show", "a").stdout
     record = run_again(station, "os.kill(os.getpid(), 9)", "b")
     assert (record["state"], record["reason"], ends(record)) == (states.FAILED, "rank 0 died of SIGKILL", ["died"])
@@ -65,7 +65,8 @@ def test_a_script_is_started_again_as_often_as_its_user_says(station: Station, f
 def test_a_script_that_refuses_its_arguments_is_never_started_again(station: Station) -> None:
     record = run(station, "import argparse; argparse.ArgumentParser().parse_args()", *QUICK, arguments=("--no",))
     assert record["state"] == states.FAILED and ends(record) == ["died"]
-    assert record["reason"] == "rank 0 exited with code 2, so it is not restarted; see: train logs a --rank 0"
+    why = "script.py: error: unrecognized arguments: --no"
+    assert record["reason"] == f"rank 0 exited with code 2, so it is not restarted: {why}; see: train logs a --rank 0"
 
 
 def kill_all(station: Station, name: str) -> None:
