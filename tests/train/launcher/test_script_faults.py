@@ -45,6 +45,23 @@ def ends(record: dict[str, object]) -> list[str]:
     return [attempt["end"] for attempt in record["attempts"]]  # type: ignore[attr-defined]
 
 
+def test_the_rank_with_an_error_is_named_and_gets_the_time_to_print_it(station: Station) -> None:
+    text = """
+dead = os.environ["TRAIN_RUN_DIR"] + "/dead"
+if rank == 1:
+    try:
+        raise ValueError("label 17")
+    finally:
+        open(dead, "w").close()
+        time.sleep(2.5)
+while not os.path.exists(dead):
+    time.sleep(0.02)
+raise RuntimeError("[gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:4242")
+"""
+    record = run(station, text, "--nproc", 2)
+    assert record["reason"] == "rank 1: ValueError: label 17; see: train logs a --rank 1"
+
+
 def test_a_script_is_not_started_again_unless_its_user_says_so(station: Station) -> None:
     record = run(station, "print('to work')\nif rank == 1: raise ValueError('bad shape')\ntime.sleep(60)", "--nproc", 2)
     assert record["state"] == states.FAILED and ends(record) == ["died"]

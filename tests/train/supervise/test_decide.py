@@ -29,7 +29,7 @@ LOST = "RuntimeError: [gloo/transport/tcp/pair.cc:534] Connection closed by peer
 TRACEBACK = 'Traceback (most recent call last):\n  File "script.py", line 3, in <module>\n    main()\n'
 LEFT = "rank 1 exited with code 1"
 NO_PEER = "RuntimeError: [gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:4242\n"
-BOTH = f"ValueError: label 17\n\nDuring handling of the above exception, another exception occurred:\n\n{TRACEBACK}{NO_PEER}"
+BOTH = f"ValueError: label 17\n\nDuring handling of the above exception, another came:\n\n{TRACEBACK}{NO_PEER}"
 NO_SERVER = "URLError: <urlopen error [Errno 111] Connection refused>"
 RELATIVE = "ImportError: attempted relative import with no known parent package"
 NEEDED = "the following arguments are required: --local_rank"
@@ -204,8 +204,8 @@ ENDS: list[tuple[str, Facts, dict[str, Any]]] = [
      of_script(exits={0: 1, 1: 1}, logs={0: TRACEBACK + NO_PEER, 1: TRACEBACK + NO_PEER, 2: TRACEBACK + BOTH}),
      {"rank": 2, "reason": "rank 2: ValueError: label 17; see: train logs a --rank 2"}),
     ("every rank of a script misses another", of_script(exits={1: 1}, logs={0: "", 1: TRACEBACK + NO_PEER}),
-     {"rank": 1, "reason": f"{LEFT}: {NO_PEER.strip()}; see: train logs a --rank 1; likely another rank that is gone, or "
-      "the network between the ranks: train doctor --job"}),
+     {"rank": 1, "reason": f"{LEFT}: {NO_PEER.strip()}; see: train logs a --rank 1; likely another rank that is gone, "
+      "or the network between the ranks: train doctor --job"}),
     ("a script needs a server", of_script(exits={1: 1}, logs={1: TRACEBACK + f"urllib.error.{NO_SERVER}"}),
      {"reason": f"{LEFT}: urllib.error.{NO_SERVER}; see: train logs a --rank 1; likely the internet, or a proxy on the "
       "way there"}),
