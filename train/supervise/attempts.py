@@ -353,6 +353,7 @@ class Supervisor:
             logs={rank: last_words.tail(logs, rank) for rank in self.ranks.numbers},
             hang=self._hang,
             problem=self.ranks.problem,
+            left_behind=self.ranks.left_behind,
             killed_at=self._kills.limit(),
             refused_at=memory.refused_at(),
             asked=asked_by(self.stop),

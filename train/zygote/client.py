@@ -182,12 +182,14 @@ class Zygote:
         """Make processes that ended forks leave behind children of the zygote, so that `end_orphans` finds them."""
         self._ask({"adopt": True})
 
-    def end_orphans(self) -> None:
-        """Kill the processes that ended forks have left behind, in whatever group or session they are."""
+    def end_orphans(self) -> list[int]:
+        """Kill the processes that ended forks have left behind, in whatever group or session they are. Returns them."""
         with contextlib.suppress(ZygoteLost):
             self._ask({"end_orphans": True})
-            while self._read_answer(None) is None:
+            while (answer := self._read_answer(None)) is None:
                 pass
+            return [*answer["orphans"]]
+        return []
 
     def close(self) -> None:
         """End the zygote and all its forks, even if they wait for something."""

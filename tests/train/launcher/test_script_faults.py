@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -205,6 +206,20 @@ def test_whatever_a_script_has_started_ends_with_it_except_a_tmux_server(station
     assert not helpers("b") and station.run("b").state() == states.INTERRUPTED
     for server in servers:  # it may hold the runs that a script has launched
         subprocess.run(["tmux", "-L", server, "kill-server"], check=True)
+
+
+def test_a_script_that_ends_before_its_processes_is_told_so(station: Station) -> None:
+    text = """
+import subprocess
+for is_daemon in (False, True):
+    print("started", subprocess.Popen(["sleep", "600"], start_new_session=is_daemon).pid)
+"""
+    record = run(station, text)
+    pids = re.findall(r"started (\d+)", station.logs("a"))
+    assert record["state"] == states.FINISHED and len(pids) == 2
+    assert record["reason"] == f"left processes behind ({', '.join(sorted(pids, key=int))}); they were ended"
+    assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
+    assert "finished: left processes behind" in station.ok("show", "a").stdout
 
 
 @pytest.mark.never_forgiven
