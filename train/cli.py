@@ -134,7 +134,14 @@ def carry_out(command: str, options: Namespace, function: str = "run") -> Any:
 
         owner.check_runs(runs)
     module = importlib.import_module(f".commands.{command}", __package__)
-    return getattr(module, function)(options, runs)
+    from .run.folders import NoRun
+
+    try:
+        return getattr(module, function)(options, runs)
+    except NoRun as error:
+        from .launcher import tmux
+
+        raise tmux.being_checked(error.name) if error.name in tmux.checking(error.runs) else error from None
 
 
 def _is_gone() -> bool:

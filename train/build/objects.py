@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from .. import config as configuration
+from .. import doing
 from ..checkpoint.extra import Extra
 from ..config import Config
 from ..data import fingerprint as fingerprints
@@ -328,7 +329,8 @@ def first_samples(
     if config.data.leaves_out:
         found = list(itertools.islice(filter(is_readable, found), wanted)) or found
     indices = np.resize(np.array(list(itertools.islice(found, wanted))), wanted)
-    batch = fetch(MicroBatch(step=0, number=0, indices=indices, seed=config.seed))
+    with doing.now(f"__getitem__() of the {name} set"):
+        batch = fetch(MicroBatch(step=0, number=0, indices=indices, seed=config.seed))
     return prepared(
         batch,
         config.seed,
@@ -356,7 +358,8 @@ def refusing(task: Task, what: str = "") -> Iterator[None]:
         Refused: the task's code raised, or returned something wrong.
     """
     try:
-        yield
+        with doing.now(what) if what else contextlib.nullcontext():
+            yield
     except Refused:
         raise
     except Exception as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import fnmatch
 import itertools
 import json
 import math
@@ -15,6 +16,7 @@ from typing import Any
 from .. import screen
 from ..cluster import jobs
 from ..errors import EXIT_FINISHED, Refused, nearest
+from ..launcher import tmux
 from ..run import states
 from ..run.best import aim_of
 from ..run.metrics import last_evaluation
@@ -43,6 +45,7 @@ def add_arguments(parser: Parser) -> None:
     """Add the choice of runs, the columns and the order."""
     parser.epilog = (
         "states:\n"
+        "  checking     its launch is still being checked; train stop NAME ends it\n"
         "  created      about to start\n"
         "  queued       waits for its cluster\n"
         "  running      trains, or waits for other machines\n"
@@ -77,7 +80,9 @@ def run(options: Namespace, runs: Path) -> int:
     if options.json and (options.csv or options.columns is not None):
         raise Refused("--json prints everything about a run; leave out --csv and --columns")
     limit = number("limit", options.limit, 1)
-    records = jobs.statuses(matching(runs, options.names or ["*"], must=False), screen.remark)
+    launching = _launching(runs, options.names or ["*"])
+    names = [name for name in options.names if name not in launching] if options.names else ["*"]
+    records = [*jobs.statuses(matching(runs, names, must=False), screen.remark), *launching.values()]
     is_part = bool(options.names or records)
     columns = tuple(map(str.strip, options.columns.split(","))) if options.columns is not None else COLUMNS
     if options.json or options.columns is not None or options.sort not in _ORDERS:
@@ -97,6 +102,18 @@ def run(options: Namespace, runs: Path) -> int:
             else listing(records, runs=runs, is_part=is_part, columns=columns)
         )
     return EXIT_FINISHED
+
+
+def _launching(runs: Path, names: list[str]) -> dict[str, Record]:
+    """Return the records of runs of these names whose launch is still being checked, by name."""
+    return {
+        name: {
+            "name": name, "state": states.CHECKING, "created": began, "started": None, "step": 0, "epoch": 0,
+            "attempts": [], "stopped_by": None, "reason": f"its launch is being checked; end it: train stop {name}",
+        }
+        for name, began in tmux.checking(runs).items()
+        if any(fnmatch.fnmatchcase(name, given) for given in names)
+    }  # fmt: skip
 
 
 def _add_details(records: list[Record], runs: Path) -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import fnmatch
 from argparse import Namespace
 from pathlib import Path
 
 from .. import format, screen
 from ..cluster import jobs
 from ..errors import EXIT_FINISHED, Refused
+from ..launcher import tmux
 from ..mirror import state
 from ..run import folders
 from .options import add_names, matching
@@ -27,6 +29,9 @@ def add_arguments(parser: Parser) -> None:
 
 def run(options: Namespace, runs: Path) -> int:
     """Delete all of these runs, with the folders of their other nodes; none of them if one is alive."""
+    for name in tmux.checking(runs):
+        if any(fnmatch.fnmatchcase(name, given) for given in options.names):
+            raise tmux.being_checked(name)
     found = matching(runs, options.names)
     every = [*found, *(other for run in found for other in jobs.other_nodes(run))]
     with contextlib.ExitStack() as held:

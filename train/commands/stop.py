@@ -6,6 +6,7 @@ from argparse import Namespace
 from pathlib import Path
 
 from .. import screen
+from ..errors import EXIT_FINISHED
 from .options import add_name
 from .parser import Parser
 
@@ -24,10 +25,13 @@ def add_arguments(parser: Parser) -> None:
 def run(options: Namespace, runs: Path) -> int:
     """Stop the run, wait until it has ended, and print its state."""
     from ..cluster import jobs
-    from ..launcher import stopping
+    from ..launcher import stopping, tmux
     from ..run import folders
     from ..supervise import programs
 
+    if tmux.end_check(runs, options.name) and not folders.record_of(runs, options.name):
+        screen.say(f"{options.name}: its launch was ended while it was being checked; there is nothing to resume")
+        return EXIT_FINISHED
     run = folders.find(runs, options.name)
     record = run.read()
     if jobs.is_submitted(record):

@@ -8,16 +8,19 @@ Imports no torch: forks of the zygote (zygote/client.py) do the work that needs 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
+import shutil
 import signal
 import sys
 import termios
+import threading
 import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .. import module_runner
+from .. import doing, module_runner
 from ..errors import EXIT_FAILED, EXIT_REFUSED, Refused, one_line
 from ..run import durable
 from ..signals import StopRequest, leave
@@ -38,15 +41,21 @@ def main() -> None:
         _take_environment(content["env"])
     (folder / "request.json").unlink(missing_ok=True)  # it holds secrets, which must not stay if the launch is killed
     _never_wait_for_terminal()
-    from . import launches
+    from . import launches, tmux
 
     stop = StopRequest()
     signal.signal(signal.SIGHUP, _leave)  # until the run exists; then create_run.py ignores the terminal's end
     launch = launches.from_json(content["launch"])
     try:
+        doing.note_in(os.open(folder / tmux.NOTES, os.O_WRONLY))
+        threading.Thread(target=_end_with_caller, args=(folder / tmux.CALLER,), daemon=True).start()
         opened = launch.open(content["env"])
         if opened.spec.cluster is None:  # other machines know it by its path
             opened.run = opened.run.held()
+    except SystemExit:
+        why = f"the launch of {launch.name} was ended while it was being checked; nothing was created"
+        _answer(folder, {"refused": why})
+        raise
     except BaseException as error:
         _answer(folder, {"refused": error_line(error)})
         sys.exit(EXIT_REFUSED if isinstance(error, Refused) else 1)
@@ -54,6 +63,15 @@ def main() -> None:
         launch.undo(opened.run, opened.lock)
         sys.exit(EXIT_REFUSED)
     leave(keep(opened, stop))
+
+
+def _end_with_caller(lock: Path) -> None:
+    """End this process if its caller, which holds this lock while it waits, ends before the run exists."""
+    with contextlib.suppress(OSError):
+        with lock.open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_SH)  # waits
+        shutil.rmtree(lock.parent, ignore_errors=True)  # as the caller does; without it nobody gets an answer
+        os.kill(os.getpid(), signal.SIGHUP)
 
 
 def _take_environment(environ: dict[str, str]) -> None:
@@ -93,7 +111,7 @@ def error_line(error: BaseException) -> str:
 
 
 def _answer(folder: Path, answer: dict[str, Any]) -> bool:
-    """Answer the caller. Returns False if the caller has withdrawn the request (a killed caller has not)."""
+    """Answer the caller. Returns False if the caller has withdrawn the request, or was killed."""
     try:
         durable.write_atomically(folder / "answer.json", json.dumps(answer), durable=False)
     except OSError:
@@ -108,8 +126,8 @@ def keep(opened: OpenedRun, stop: StopRequest) -> int:
     from ..supervise import programs
     from ..supervise.attempts import Supervisor
     from ..supervise.decide import LaunchMode
+    from . import tmux
     from .live_view import LiveView
-    from .tmux import note_move
 
     run, spec, place = opened.run, opened.spec, opened.run.path
     program = programs.of(spec)
@@ -119,7 +137,7 @@ def keep(opened: OpenedRun, stop: StopRequest) -> int:
         nonlocal place
         with contextlib.suppress(OSError, ValueError, Refused):  # the terminal may be gone, or the disk
             now = run.read()
-            if run.path != place and note_move(run, now, place):
+            if run.path != place and tmux.note_move(run, now, place):
                 place = run.path
             view.update(now)
 

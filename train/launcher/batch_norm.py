@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 from torch import nn
 
+from .. import doing
 from ..build import objects
 from ..build.freeze import set_training
 from ..build.loss import training_loss
@@ -81,7 +82,7 @@ def _fails(task: Task, config: Config, train_set: object, model: nn.Module, rank
     precision = cpu_precision(config)
     try:
         batch = objects.first_samples(task, config, precision=precision, dataset=train_set, count=1)
-        with without_compiler(), precision.autocast():
+        with doing.now("a first step on one sample"), without_compiler(), precision.autocast():
             for update in read_updates(task, model, config):
                 training_loss(update.loss, lambda loss: loss(model), batch=batch, samples=1, what=update.what)
     except Exception as error:  # any other error is reported better by the run itself

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from .. import config as configuration
-from .. import gpus
+from .. import doing, gpus
 from ..build import cores, initial_weights, objects, sampling, schedule
 from ..build.objects import make_objects
 from ..build.updates import read_updates
@@ -102,7 +102,8 @@ def prepare(
     if is_searched:
         from . import batch_size
 
-        config.micro_batch_size, micro_reason = batch_size.find(request, config, ranks)
+        with doing.now("the search for a micro batch size"):
+            config.micro_batch_size, micro_reason = batch_size.find(request, config, ranks)
         check_sync_batchnorm(config, device, everywhere, objects.plan_of(config, found.samples).length)
     if config.cpu_threads is None:
         config.cpu_threads, threads_reason = cores.default_threads(ranks, device, model)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 import signal
 import socket
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from .. import hash_seed, variables
+from .. import doing, hash_seed, variables
 from ..errors import Refused
 from ..nodes import address
 from ..run import copies, durable, environment, folders, imports, owner, ownership, states
@@ -57,7 +57,8 @@ def create(
     record = plan.record | _placement(launch, plan, launch.machines()) | {"max_restarts": restarts} | (fields or {})
     saved = environment.keep(environ, imports.python_files(record), launch.keep_env)
     files = plan.files | {environment.FILE: environment.to_json(saved)}
-    run = existing or folders.create(runs, launch.name, files=files, record=record, copies=plan.copies)
+    with doing.now("the copy of the checkpoint" if plan.copies else "the creation of its folder"):
+        run = existing or folders.create(runs, launch.name, files=files, record=record, copies=plan.copies)
     lock = run.acquire()
     if lock is None:
         raise Refused(f"{run.name} is running; see: train show {run.name}")
@@ -95,7 +96,13 @@ def _reopen(launch: Launch, run: Run, lock: Lock, environ: Mapping[str, str], by
     machines = launch.machines(record)
     _check_variables(machines)
     folders.enter(record.get("cwd") or "")
-    zygote, plan = check_in_fork(launch, programs.of_record(record))
+    run.clear_stop()  # of the time before
+
+    def look() -> None:
+        if wanted := run.stop_asked():
+            raise Refused(f"{run.name} was stopped while its resume was checked ({states.WHO.get(wanted, wanted)})")
+
+    zygote, plan = check_in_fork(launch, programs.of_record(record), look)
     _outlive_terminal()
     ranks_and_gpus.see(plan.visible)
     listening = _listen(machines)
@@ -117,18 +124,29 @@ def _reopen(launch: Launch, run: Run, lock: Lock, environ: Mapping[str, str], by
     return OpenedRun(run=run, spec=read_spec(run), lock=lock, plan=plan, zygote=zygote, listening=listening)
 
 
-def check_in_fork(launch: Launch, program: Program = programs.TASK) -> tuple[Zygote, Plan]:
+def check_in_fork(
+    launch: Launch, program: Program = programs.TASK, meanwhile: Callable[[], None] = lambda: None
+) -> tuple[Zygote, Plan]:
     """Check a launch in a forked process, so that the task's own code has no effect on this process.
 
     Also returns the zygote from which that process and the run's ranks are forked.
+
+    Args:
+        meanwhile: Called several times a second during the check. May raise.
 
     Raises:
         Refused: the launch is not possible.
     """
     variables.check_torch(os.environ)
     names, after = program.imports()
-    zygote = acquire(hash_seed.with_seed(os.environ), names)
-    return zygote, zygote.call(f"{type(launch).__module__}:check", launch.to_json(), after=after)
+    with doing.now("the import of torch"):
+        zygote = acquire(hash_seed.with_seed(os.environ), names)
+        function = f"{type(launch).__module__}:check"
+        try:
+            return zygote, zygote.call(function, launch.to_json(), after=after, meanwhile=meanwhile)
+        except BaseException:
+            zygote.close()  # its fork may be in code that never returns
+            raise
 
 
 def _check_variables(cluster: Mapping[str, Any] | None) -> None:

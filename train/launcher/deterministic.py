@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from .. import doing
 from ..build import objects
 from ..build.freeze import set_training
 from ..build.loss import training_loss
@@ -78,7 +79,7 @@ def _first_lacking(task: Task, config: Config, train_set: object, model: nn.Modu
         batch = objects.first_samples(task, config, precision=cpu_precision(config), dataset=train_set, count=_SAMPLES)
         batch = to_device(batch, torch.device("meta"))
         set_training(model.to("meta"), config.freeze)
-        with warnings.catch_warnings(action="ignore"), without_compiler(), noting(found):
+        with doing.now("a first step"), warnings.catch_warnings(action="ignore"), without_compiler(), noting(found):
             for update in read_updates(task, model, config):
                 update.activate()
                 loss = training_loss(

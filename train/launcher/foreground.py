@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from .. import gpus, screen
+from .. import doing, gpus, screen
 from ..errors import EXIT_REFUSED, Refused, one_line
 from ..parallel.rank_env import RankEnv, is_under_torchrun, meeting_port, read_rank_env
 from ..run import environment, folders, imports, outcome
@@ -23,8 +23,8 @@ from ..run.outcome import Kind, Outcome
 from ..run.run_folder import Lock, Run
 from ..run.spec import Spec, read_spec
 from ..signals import POLITE, StopRequest, leave
-from ..supervise import diagnose
-from ..supervise.attempts import Supervisor, supervise_alone, tail
+from ..supervise import diagnose, last_words
+from ..supervise.attempts import Supervisor, supervise_alone
 from ..supervise.decide import CODES, LaunchMode
 from ..supervise.ranks import TaskRanks
 from . import mirrored
@@ -52,7 +52,8 @@ def run(new: NewRun, is_spawned: bool) -> int:
         if is_spawned:
             raise Refused("torchrun has started the ranks already; leave out --spawn")
         return _under_torchrun(new)
-    zygote, plan = check_in_fork(new)
+    with doing.noted() as notes:
+        zygote, plan = check_in_fork(new, meanwhile=doing.Waiting(new.name, notes, screen.remark).look)
     made = _create(new, plan, plan.record).held()
     lock = made.acquire()
     assert lock is not None  # the folder is new
@@ -90,7 +91,7 @@ def _show_lost(run: Run, ranks: TaskRanks) -> None:
     """Print the end of the log of each rank that ended without a report. Rank 0 has printed on the terminal."""
     logs = run.logs(1)
     for rank in sorted(ranks.exits.keys() - outcome.read_all(logs).keys() - {0}):
-        for line in diagnose.last_lines(tail(logs, rank)):
+        for line in diagnose.last_lines(last_words.tail(logs, rank)):
             screen.remark(f"rank {rank}: {line}")
 
 

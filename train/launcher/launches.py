@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from .. import breakpoints, caches, hash_seed, variables
+from .. import breakpoints, caches, doing, hash_seed, variables
 from ..errors import Refused
 from ..gpus import VISIBLE
 from ..run import environment, folders, owner, states
@@ -284,7 +284,8 @@ def check(content: dict[str, Any]) -> Plan:
     breakpoints.skip()
     launch = from_json(content)
     plan = launch.check()
-    plan.warnings += mirrored.check(launch, plan)
+    with doing.now("the look at the mirror"):
+        plan.warnings += mirrored.check(launch, plan)
     return plan
 
 

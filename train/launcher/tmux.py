@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import math
 import os
 import select
 import shutil
@@ -22,16 +23,21 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from .. import module_runner
+from .. import doing, module_runner, screen
 from ..errors import Refused
-from ..run import environment, folders, ownership
+from ..run import durable, environment, folders, ownership, run_folder
 from ..run.record import Record
 from ..run.run_folder import Run
 from ..zygote import client as zygote
 from .request import Launch
 
+CALLER, NOTES = "caller", "doing"
+"""Files in the folder of the request: one that the caller keeps locked while it waits, and the agent's notes."""
+_AGENT = "train.launcher.agent"
 _TRIES = 50
 """Maximum number of tries to start a session, ten per second."""
+_LAST_WORDS = 5.0
+"""Seconds an agent gets to answer after its session has ended."""
 _PATIENCE = 20.0
 """Seconds a process gets to exit when its session is ended: it may be in the middle of its imports."""
 
@@ -85,6 +91,39 @@ def new_session(runs: Path, session: str, command: list[str], is_leaving: Callab
     return message
 
 
+def checking(runs: Path) -> dict[str, str]:
+    """Map the names of runs whose launch is still being checked to when that began, as ISO 8601.
+
+    Nothing of such a run is on disk: it has only a session, whose process has not answered its caller yet.
+    """
+    if shutil.which("tmux") is None:
+        return {}
+    found = {}
+    command = tmux(runs, "list-panes", "-a", "-F", "#{pane_pid} #{session_created} #{session_name}")
+    for line in subprocess.run(command, capture_output=True, text=True, check=False).stdout.splitlines():
+        pid, began, session = line.split(" ", 2)
+        name = session.removeprefix("train-").replace(",", ".")
+        with contextlib.suppress(OSError, ValueError):
+            words = Path(f"/proc/{pid}/cmdline").read_text(errors="surrogateescape").split("\0")
+            folder = Path(words[words.index(_AGENT) + 1])
+            if (folder / CALLER).exists() and not os.path.lexists(runs / name):
+                found[name] = run_folder.stamp(int(began))
+    return found
+
+
+def being_checked(name: str) -> Refused:
+    """Return the refusal of a command for a run whose launch is still being checked."""
+    return Refused(f"the launch of {name} is still being checked; wait for it, or end it: train stop {name}")
+
+
+def end_check(runs: Path, name: str) -> bool:
+    """End the launch of a run that is still being checked. Returns whether there was one."""
+    is_there = name in checking(runs)
+    if is_there:
+        _end_session(runs, session_of(name))
+    return is_there
+
+
 def _end_session(runs: Path, session: str) -> None:
     """End a session and wait for its process, which removes what imported libraries have created."""
     target = f"={session}:"
@@ -110,21 +149,27 @@ def start(launch: Launch, cancelled: Callable[[], bool] = lambda: False) -> list
     environment.check_names(launch.keep_env, os.environ)
     folder = Path(tempfile.mkdtemp(prefix="train-launch-"))
     began = done = False
+    held: list[int] = []
     try:
+        held.append(os.open(folder / NOTES, os.O_RDWR | os.O_CREAT, 0o600))
+        held += filter(None, [durable.try_lock(folder / CALLER, 0o600)])  # the kernel unlocks it when this process ends
         environ, differences = launch.environ()
         content = {"launch": launch.to_json(), "env": environ, "cwd": os.getcwd()}
         request = folder / "request.json"
         request.touch(mode=0o600)
         request.write_text(json.dumps(content), encoding="utf-8")
         began = not _has_session(runs, session)  # set before: Ctrl-C may come while tmux starts it
-        command = module_runner.command("train.launcher.agent", str(folder))
+        command = module_runner.command(_AGENT, str(folder))
         message = new_session(runs, session, command, launch.has_ended)
         began = not message
         if message:
             if "duplicate session" in message:
+                if launch.name in checking(runs):
+                    raise being_checked(launch.name)
                 raise Refused(f"the tmux session {session} exists already; see whether {launch.name} runs: train ls")
             raise Refused(f"tmux cannot start a session: {message}")
-        answer = _wait(folder, runs, session, cancelled)
+        waiting = doing.Waiting(launch.name, held[0], screen.remark)
+        answer = _wait(folder, runs, session, cancelled, waiting.look)
         if "refused" in answer:
             raise Refused(answer["refused"])
         done = True
@@ -136,6 +181,8 @@ def start(launch: Launch, cancelled: Callable[[], bool] = lambda: False) -> list
                 _end_session(runs, session)
                 folder = _withdraw(folder, launch)
             shutil.rmtree(folder, ignore_errors=True)
+            for fd in held:
+                os.close(fd)
             zygote.end_early()
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
@@ -153,16 +200,20 @@ def _withdraw(folder: Path, launch: Launch) -> Path:
     return folder
 
 
-def _wait(folder: Path, runs: Path, session: str, cancelled: Callable[[], bool]) -> dict[str, Any]:
-    answer, checked = folder / "answer.json", time.monotonic()
+def _wait(
+    folder: Path, runs: Path, session: str, cancelled: Callable[[], bool], look: Callable[[], None]
+) -> dict[str, Any]:
+    answer, checked, gone_at = folder / "answer.json", time.monotonic(), math.inf
     while not answer.exists():
         time.sleep(0.02)
+        look()
         if cancelled():
             raise Cancelled("cancelled before the run started")
-        if time.monotonic() - checked > 0.5:
+        if time.monotonic() - gone_at > _LAST_WORDS:
+            raise Refused("the agent died before the run started; see why with train run and the same arguments")
+        if time.monotonic() - checked > 0.5 and gone_at == math.inf:
             checked = time.monotonic()
-            if not _has_session(runs, session) and not answer.exists():
-                raise Refused("the agent died before the run started; see why with train run and the same arguments")
+            gone_at = math.inf if _has_session(runs, session) else checked
     return dict(json.loads(answer.read_text(encoding="utf-8")))
 
 

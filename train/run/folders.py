@@ -170,11 +170,19 @@ def enter(cwd: str) -> None:
         os.chdir(cwd)
 
 
+class NoRun(Refused):
+    """There is no run of this name here."""
+
+    def __init__(self, message: str, runs: Path, name: str) -> None:
+        super().__init__(message)
+        self.runs, self.name = runs, name
+
+
 def find(runs: Path, name: str) -> Run:
     """Return the run of that name.
 
     Raises:
-        Refused: there is none.
+        NoRun: there is none.
     """
     if not name:
         raise Refused("the run's name is empty; see the names: train ls")
@@ -189,7 +197,7 @@ def find(runs: Path, name: str) -> Run:
         names = [other.name for other in every(runs)]
         nothing = "; start one: train launch TASK --name NAME, or name another folder: --runs DIR"
         hint = nearest(name, names, otherwise="; see the names: train ls" if names else nothing)
-        raise Refused(f"there is no run {shortened(name, 80)} in {runs}{hint}")
+        raise NoRun(f"there is no run {shortened(name, 80)} in {runs}{hint}", runs, name)
     return run
 
 

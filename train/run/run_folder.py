@@ -32,7 +32,7 @@ _STEP = re.compile(r"step-(\d{8,})")
 
 def now() -> str:
     """Return the current time in the form of run.json: ISO 8601, UTC."""
-    return _stamp(time.time())
+    return stamp(time.time())
 
 
 def seconds_of(stamp: Any) -> float | None:
@@ -43,7 +43,8 @@ def seconds_of(stamp: Any) -> float | None:
         return None
 
 
-def _stamp(seconds: float) -> str:
+def stamp(seconds: float) -> str:
+    """Return a time in seconds since the epoch in the form of run.json."""
     return datetime.datetime.fromtimestamp(seconds, datetime.UTC).isoformat(timespec="milliseconds")
 
 
@@ -265,7 +266,7 @@ class Run:
         before = len(self.read()["attempts"])
         # a running task records its progress twice a second
         last_sign = heartbeat.last_sign(self.logs(before))  # only a script has one
-        last_written = _stamp(max((self.folder / "run.json").stat().st_mtime, last_sign))
+        last_written = stamp(max((self.folder / "run.json").stat().st_mtime, last_sign))
 
         def change(record: Record) -> None:
             nonlocal number

@@ -28,7 +28,9 @@ QUEUED = "queued"
 """Effective only: the cluster has not started the run yet, or will start it again."""
 OTHER_FORMAT = "other-format"
 """Effective only: the run has another format (record.FORMAT), so this version only shows and removes it."""
-ALL = (CREATED, QUEUED, RUNNING, STOPPED, INTERRUPTED, COPY, FAILED, FINISHED, OTHER_FORMAT)
+CHECKING = "checking"
+"""Effective only: the launch is still being checked, so there is no run folder yet."""
+ALL = (CHECKING, CREATED, QUEUED, RUNNING, STOPPED, INTERRUPTED, COPY, FAILED, FINISHED, OTHER_FORMAT)
 """Every effective state, in the order of `train ls --sort state`."""
 
 

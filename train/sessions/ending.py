@@ -119,11 +119,11 @@ class Ending:
     """Tells the ends of a process apart, and reports each once.
 
     Args:
-        failed: Called with the exception that ends the process.
+        failed: Called with the exception that ends the process. Returns whether the request was wrong.
         exited: Called at a clean exit. Returns the exit code, or None for Python's own.
     """
 
-    def __init__(self, *, failed: Callable[[BaseException], None], exited: Callable[[], int | None]) -> None:
+    def __init__(self, *, failed: Callable[[BaseException], bool], exited: Callable[[], int | None]) -> None:
         self._failed, self._exited, self._pid = failed, exited, os.getpid()
         self._is_over = False
         self._code: Any = None
@@ -161,15 +161,16 @@ class Ending:
                 screen.remark(str(error))
         elif not isinstance(error, KeyboardInterrupt):
             self._before(kind, error, trace)
-        self._report(error)
+        code = EXIT_REFUSED if self._report(error) else code
         if not (sys.flags.interactive or sys.flags.inspect):
             _leave(code)  # else Python would end with code 1, and wait for ranks that are gone
 
-    def _report(self, error: BaseException) -> None:
+    def _report(self, error: BaseException) -> bool:
         try:
-            self._failed(error)
+            return self._failed(error)
         except Exception:
             traceback.print_exc()
+            return False
 
     def _at_exit(self) -> None:
         if self._is_other or self._is_over:

@@ -8,6 +8,7 @@ rank 0 makes a run folder (own_run.py).
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import datetime
 import multiprocessing
 import os
@@ -52,6 +53,7 @@ class Place:
         self.rank = 0
         self._own: OwnRun | None = None
         self._ended: Outcome | None = None
+        self._is_spawned = _is_spawned()
         self._is_open = self._is_due = self._is_stopping = self._has_begun = False
         self.stop = Signals()
         self._ending = Ending(failed=self._failed, exited=self._exited)  # first: it prints what refuses the rest
@@ -252,9 +254,17 @@ class Place:
             self._lines.sync()
 
     def _report(self, end: Outcome) -> None:
-        self._ended = end
         if not self._is_open:  # the line is printed, and the exit code says the rest
+            self._ended = end
+            if self._is_spawned and _is_launched():  # the rank that has started this process knows only that it is gone
+                self.run = _launched_run()
+                logs = self.run.logs(int(os.environ["TRAIN_ATTEMPT"]))
+                outcome.write(logs, dataclasses.replace(end, rank=int(os.environ.get("RANK", "0"))))
             return
+        of_worker = outcome.read(self.logs, self.rank) if end.kind is Kind.DIED else None
+        if of_worker is not None and of_worker.kind is Kind.REFUSED:
+            end = of_worker
+        self._ended = end
         self.beat(heartbeat.ENDING, end.step)
         with contextlib.suppress(OSError):
             outcome.write(self.logs, end)
@@ -281,8 +291,8 @@ class Place:
         is_restarted = not _is_launched() and own_run.is_of_torchrun()
         return 0 if is_restarted else EXIT_STOPPED
 
-    def _failed(self, error: BaseException) -> None:
-        """Record an exception that has ended the script."""
+    def _failed(self, error: BaseException) -> bool:
+        """Record an exception that has ended the script. Returns whether the request was wrong."""
         if self._ended is None or self._ended.kind is not Kind.STOPPED:  # else the checkpoint is saved: it stays so
             if isinstance(error, KeyboardInterrupt) and self._own is not None:
                 self.stop.ask(CTRL_C, "Ctrl-C twice", now=True)
@@ -290,6 +300,7 @@ class Place:
                 self._report(self._outcome_of(error))
         if self._own is not None:
             self._own.end(self._ended)
+        return self._ended is not None and self._ended.kind is Kind.REFUSED
 
     def _outcome_of(self, error: BaseException) -> Outcome:
         rank, step = self.rank, self.heart.step if self._is_open else 0
@@ -329,8 +340,7 @@ def _rank_env() -> RankEnv:
     Raises:
         Refused: the environment is wrong, or of several machines, or this process belongs to another one.
     """
-    is_spawned = getattr(multiprocessing.current_process(), "_inheriting", False)  # it imports the script just now
-    if is_spawned or multiprocessing.parent_process() is not None:
+    if _is_spawned():
         raise Refused(
             "a session does not run in a process of multiprocessing; start ranks with train launch or torchrun, and "
             "put what the script does below: if __name__ == '__main__':"
@@ -343,6 +353,12 @@ def _rank_env() -> RankEnv:
     except ValueError as error:
         raise Refused(error) from None
     return rank_env
+
+
+def _is_spawned() -> bool:
+    """Whether multiprocessing has started this process, for example for a data worker."""
+    is_importing = getattr(multiprocessing.current_process(), "_inheriting", False)  # the script, just now
+    return is_importing or multiprocessing.parent_process() is not None
 
 
 def _is_launched() -> bool:

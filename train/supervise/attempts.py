@@ -15,26 +15,22 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 from .. import faults, screen, signals
 from ..errors import EXIT_FAILED, Refused, one_line
 from ..mirror.process import Mirror
-from ..run import durable, metrics, outcome, run_folder, states
+from ..run import metrics, outcome, run_folder, states
 from ..run.outcome import Outcome
-from ..run.progress_lines import fold
 from ..run.record import Record
 from ..run.run_folder import Run
 from ..run.spec import Spec
-from . import decide, diagnose, health, memory, programs
+from . import decide, diagnose, health, last_words, memory, programs
 from .decide import Decision, Facts, LaunchMode, StopCause
 from .ranks import Ranks
 
 _AGAIN = 1.0
 """Seconds between two tries to record the process ids of the ranks."""
-_TAIL = 1 << 16
-"""Bytes to read at the end of a log: progress bars fill much of it."""
 
 
 def record_end(run: Run, state: str, *, reason: str, by: str | None = None) -> None:
@@ -78,7 +74,7 @@ def record_decision(run: Run, attempt: int | None, decision: Decision) -> None:
         return
     lines = None
     if decision.end == "died" and decision.rank is not None:
-        lines = diagnose.last_lines(tail(run.logs(attempt), decision.rank))
+        lines = diagnose.last_lines(last_words.tail(run.logs(attempt), decision.rank))
     run.end_attempt(decision.end, decision.why, state=decision.state, last_lines=lines, **values)
 
 
@@ -279,8 +275,7 @@ class Supervisor:
         """Start the ranks and watch them until all have ended."""
         ranks = self.ranks
         ranks.start(self.spec, attempt)
-        numbers = [rank_env.rank for rank_env in ranks.rank_envs]
-        watch = self._program.health(self.run, self.spec, attempt=attempt, ranks=numbers, kill=ranks.end_peer)
+        watch = self._program.health(self.run, self.spec, attempt=attempt, ranks=ranks.numbers, kill=ranks.end_peer)
         note_at, is_asked = 0.0, False
         while True:
             self.note_stops()
@@ -355,9 +350,10 @@ class Supervisor:
             ranks=count,
             outcomes=outcome.read_all(logs),
             exits=exits,
-            logs={rank: tail(logs, rank) for rank in exits},
+            logs={rank: last_words.tail(logs, rank) for rank in self.ranks.numbers},
             hang=self._hang,
             problem=self.ranks.problem,
+            left_behind=self.ranks.left_behind,
             killed_at=self._kills.limit(),
             refused_at=memory.refused_at(),
             asked=asked_by(self.stop),
@@ -392,11 +388,3 @@ class Supervisor:
             yield
         finally:
             signal.signal(signal.SIGTSTP, before)
-
-
-def tail(logs: Path, rank: int) -> str:
-    """Return the end of a rank's log, with progress bars folded; '' if nothing can be read."""
-    try:
-        return fold(durable.read_tail(logs / f"rank{rank}.log", _TAIL)).decode(errors="replace")
-    except OSError:
-        return ""

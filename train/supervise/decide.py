@@ -15,7 +15,7 @@ from .. import signals
 from ..errors import EXIT_FAILED, EXIT_FINISHED, EXIT_INTERRUPTED, EXIT_REFUSED, EXIT_STOPPED
 from ..run import states
 from ..run.outcome import Kind, Outcome, first_fault
-from . import diagnose, memory
+from . import diagnose, last_words, memory
 
 _LONGEST_WAIT = 30.0
 """Maximum number of seconds before a restart of a run for which the machine was too busy."""
@@ -74,6 +74,8 @@ class Facts:
     """Description of a hang; '': none."""
     problem: str = ""
     """Why the ranks could not be started."""
+    left_behind: Sequence[int] = ()
+    """Processes that the ranks have started and not ended; they were ended."""
     killed_at: str | None = None
     """The memory limit at which the kernel has killed a process during the attempt."""
     refused_at: str = ""
@@ -178,6 +180,8 @@ def decide(facts: Facts) -> Decision:
     decision = _decide(facts)
     if decision.end not in (states.FAILED, "died") or decision.reason is None:  # restarts, or torchrun reports it
         return decision
+    if last_words.advice(decision.why):
+        return decision
     said = _raised(facts, decision.why) or facts.program.last_words(facts, decision.rank)
     hint = diagnose.hint("\n".join([decision.why, *said]))
     if not hint:
@@ -218,7 +222,9 @@ def _decide(facts: Facts) -> Decision:
     if is_quiet and asked:
         return _stopped(asked, _how_stopped(facts, asked, None))
     if is_quiet and not facts.program.reports_end(facts):
-        return Decision(end=states.FINISHED, state=states.FINISHED, reason="", code=EXIT_FINISHED)
+        left = f"left processes behind ({', '.join(map(str, facts.left_behind))}); they were ended"
+        reason = left if facts.left_behind else ""
+        return Decision(end=states.FINISHED, state=states.FINISHED, why=reason, reason=reason, code=EXIT_FINISHED)
     death = who_died(facts)
     if facts.mode is LaunchMode.TORCHRUN:
         return Decision(end="died", state=None, why=death.reason, rank=death.rank)

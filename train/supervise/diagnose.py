@@ -67,6 +67,11 @@ class Cause:
     recurs: bool
 
 
+def without_prefix(line: str) -> str:
+    """Return a line of a log without what torch writes before it."""
+    return _PREFIX.sub("", line)
+
+
 def is_busy(text: str) -> bool:
     """Whether a message says that the machine had no resources for another process or thread."""
     return bool(_BUSY.search(text))
@@ -161,8 +166,8 @@ class Likely:
     """Regular expression for its messages."""
     cause: str
     """'': the messages name it."""
-    checks: tuple[str, ...]
-    """Names of doctor checks; (): those of `--job`, which start ranks."""
+    checks: tuple[str, ...] | None
+    """Names of doctor checks; (): those of `--job`, which start ranks; None: no check finds it."""
 
     @property
     def command(self) -> str:
@@ -188,6 +193,11 @@ TABLE = (
         ("room on disk", "folder of runs"),
     ),
     Likely(r"(ibv_reg_mr|ibv_create|RLIMIT_MEMLOCK|memlock)", "too little locked memory", ("locked memory",)),
+    Likely(
+        r"exited unexpectedly with exit code \d",
+        "an error of a data worker, which has printed it into the log",
+        None,
+    ),
     Likely(
         r"DataLoader worker \(pid.*(killed by signal: Killed|exited unexpectedly)",
         "a data worker that was killed, mostly for lack of memory",
@@ -240,6 +250,11 @@ TABLE = (
         "the NCCL connection between the ranks",
         (),
     ),
+    Likely(
+        r"(urllib\.error|urllib3|requests|httpx|aiohttp|huggingface_hub)\S*: ",
+        "the internet, or a proxy on the way there",
+        None,
+    ),
     Likely(r"no progress for \d+ s", "ranks that wait for each other, or data that never arrive", ()),
     Likely(
         r"out of memory|MemoryError|[Cc]annot allocate memory|can't allocate memory|std::bad_alloc",
@@ -271,4 +286,6 @@ def hint(reason: str) -> str:
     found = next((one for one in TABLE if re.search(one.pattern, reason)), None)
     if found is None or "train doctor" in reason:
         return ""
+    if found.checks is None:
+        return f"likely {found.cause}"
     return f"likely {found.cause}: {found.command}" if found.cause else f"see: {found.command}"

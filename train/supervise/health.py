@@ -22,6 +22,7 @@ import psutil
 
 from ..run import heartbeat
 from ..run.heartbeat import Beat
+from . import last_words
 from .script_figures import ScriptFigures
 from .timeouts import (
     GRACE_AFTER_EXIT,
@@ -31,6 +32,8 @@ from .timeouts import (
     HANG_TIMES_SLOWEST,
     SCRIPT_GRACE,
     SCRIPT_HANG_MINUTES,
+    SCRIPT_PRINTS,
+    SCRIPT_PRINTS_FIRST,
     STOP_TIMES_SLOWEST,
     STOP_WAIT,
 )
@@ -235,6 +238,7 @@ class ScriptHealth(TaskHealth):
         minutes = watch.get("hang_minutes")
         super().__init__({"watch.hang_minutes": minutes}, logs, ranks, kill)
         self._figures, self._silent_for = figures, 60 * (SCRIPT_HANG_MINUTES if minutes is None else float(minutes))
+        self._failed_at = 0.0
         self._output: tuple[tuple[str, int], ...] = ()
         self._used: dict[tuple[int, float], float] = {}
         self._quiet_since = self._listened = time.monotonic()
@@ -246,7 +250,7 @@ class ScriptHealth(TaskHealth):
         gone = [beat for pid, beat in zip(started, beats, strict=False) if pid not in living]
         if exits and living and any(beats):  # a session, for which SIGTERM would mean to stop
             self._end_in(_grace_after(gone, exits))
-        elif exits and living and not self.is_ending:  # as torchrun does
+        elif exits and living and not self.is_ending and self._have_printed(exits):  # as torchrun does
             for pid in living:
                 self._kill(pid, signal.SIGTERM)
             self._end_in(SCRIPT_GRACE)
@@ -261,6 +265,18 @@ class ScriptHealth(TaskHealth):
             self._write_stacks({rank: pid for rank, pid in enumerate(started) if pid in living})
             self._end_in(0)
         self._kill_if_due(living)
+
+    def _have_printed(self, exits: Mapping[int, int]) -> bool:
+        """Whether the ranks that still run have had the time to print an error of their own."""
+        now = time.monotonic()
+        self._failed_at = self._failed_at or now
+        if any(code < 0 for code in exits.values()):  # killed: the others can only miss it
+            return True
+        if now - self._failed_at < SCRIPT_PRINTS:
+            return False
+        said = [last_words.raised(last_words.tail(self._logs, rank)) for rank in exits]
+        are_victims = all(text and last_words.is_of_peer(text) for text in said)
+        return not are_victims or now - self._failed_at > SCRIPT_PRINTS_FIRST
 
     def _allowed(self, beats: tuple[Beat | None, ...]) -> float:
         if not self._is_routine(beats):

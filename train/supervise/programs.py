@@ -22,7 +22,7 @@ from ..run.outcome import first_fault
 from ..run.record import Attempt, Record
 from ..run.run_folder import Lock, Run
 from ..run.spec import Spec
-from . import diagnose, script_command
+from . import diagnose, last_words, script_command
 from .decide import Death, Facts, LaunchMode
 
 if TYPE_CHECKING:
@@ -241,7 +241,7 @@ class Task(Program):
         if facts.exits:
             rank, code = min(facts.exits.items())
             found = _in_log(facts, rank)
-            return Death(f"rank {rank}: {found.reason}", found.recurs, rank) if found else _plain(facts, rank, code)
+            return Death(f"rank {rank}: {found.reason}", found.recurs, rank) if found else _plain(facts, rank)
         return Death("the ranks ended without a report", False, 0)
 
     def out_of_restarts(self, facts: Facts, deaths: int, why: str) -> tuple[str | None, str]:
@@ -355,7 +355,8 @@ class Script(Program):
         exits = sorted(facts.exits.items())
         for rank, code in exits:
             if code == EXIT_REFUSED:  # as for wrong arguments
-                return Death(f"rank {rank} {_how(code)}, so it is not restarted; {_see(facts, rank)}", True, rank)
+                how = f"{_how(code)}, so it is not restarted{_said(facts, rank)}"
+                return Death(f"rank {rank} {how}; {_see(facts, rank)}", True, rank)
         for rank, code in exits:
             if code in _KILLED_FROM_OUTSIDE:
                 return Death(f"rank {rank} {_how(code)}", False, rank)
@@ -365,10 +366,12 @@ class Script(Program):
             if found:
                 return Death(f"rank {rank}: {found.reason} ({_how(code)})", found.recurs, rank)
         # SIGTERM: ended because of another rank, so not the first cause
-        return _plain(facts, *min(exits, key=lambda item: (item[1] == -signal.SIGTERM, item[0])))
+        order = [rank for rank, _ in sorted(exits, key=lambda item: (item[1] == -signal.SIGTERM, item[0]))]
+        return _plain(facts, last_words.first_to_fail(facts.exits, facts.logs, order))
 
     def last_words(self, facts: Facts, rank: int | None) -> Sequence[str]:
-        return diagnose.last_lines(facts.logs.get(rank, "")) if rank is not None else ()
+        log = facts.logs.get(rank, "") if rank is not None else ""
+        return last_words.own(log) or diagnose.last_lines(log)
 
     def how_stopped(self, exits: Mapping[int, int]) -> str:
         codes = set(exits.values())
@@ -509,8 +512,16 @@ def _in_log(facts: Facts, rank: int) -> diagnose.Cause | None:
     return diagnose.in_log(facts.logs.get(rank, ""), facts.refused_at)
 
 
-def _plain(facts: Facts, rank: int, code: int) -> Death:
-    return Death(f"rank {rank} {_how(code)}; {_see(facts, rank)}", False, rank)
+def _plain(facts: Facts, rank: int) -> Death:
+    how, said = f" {_how(facts.exits[rank])}" if rank in facts.exits else "", _said(facts, rank)
+    recurs = bool(last_words.advice(said))
+    return Death(f"rank {rank}{how}{said}; {_see(facts, rank)}", recurs, rank)
+
+
+def _said(facts: Facts, rank: int) -> str:
+    """Return the exception of a rank and what to do about it, as the end of a sentence; '': its log has none."""
+    said = last_words.raised(facts.logs.get(rank, ""))
+    return ": " + "; ".join(filter(None, [said, last_words.advice(said)])) if said else ""
 
 
 def _see(facts: Facts, rank: int) -> str:

@@ -79,6 +79,8 @@ class Ranks(abc.ABC):
         self.run, self.count, self.environ = run.held(), count, dict(environ or {})
         self.problem = ""
         """Why the ranks could not be started, in one line."""
+        self.left_behind: list[int] = []
+        """Processes that the ranks have started and not ended; they were ended."""
         self.rank_envs: list[RankEnv] = []
         self._lock, self._zygote, self._nodes = lock, zygote, nodes
         self._is_foreground = is_foreground
@@ -158,7 +160,7 @@ class Ranks(abc.ABC):
 
     def _end_rest(self) -> None:
         """End what the ranks have left behind: it would keep ports, GPU memory and the lock of the run."""
-        self._zygote.end_orphans()
+        self.left_behind = self._zygote.end_orphans()
 
     def _note_first(self, failed: dict[int, int]) -> None:
         """Note the exit codes of ranks that failed by themselves.
@@ -169,6 +171,11 @@ class Ranks(abc.ABC):
         if failed and time.monotonic() < self._first_until:
             self._first_until = min(self._first_until, time.monotonic() + _MOMENT)
             self._first |= failed
+
+    @property
+    def numbers(self) -> list[int]:
+        """The ranks of this machine in the current attempt."""
+        return [rank_env.rank for rank_env in self.rank_envs]
 
     @property
     def pids(self) -> list[int]:

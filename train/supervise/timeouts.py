@@ -6,6 +6,10 @@ GRACE_AFTER_FAILURE = 3.0
 """Seconds the surviving ranks get after one has failed: they may be about to report why."""
 GRACE_AFTER_EXIT = 10.0
 """Seconds the surviving ranks get after one has ended by itself, for example before it had connected to them."""
+SCRIPT_PRINTS = 2.0
+"""Seconds the other ranks of a script get to print their own error after one has failed."""
+SCRIPT_PRINTS_FIRST = 10.0
+"""The same, if the ranks that have failed only miss another one: the cause is in a rank that still runs."""
 SCRIPT_GRACE = 5.0
 """Seconds between SIGTERM and SIGKILL for the other ranks of a script after one has failed."""
 

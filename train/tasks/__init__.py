@@ -31,6 +31,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from .. import doing
 from ..errors import Refused, nearest, one_line
 from ..run import owner
 
@@ -262,7 +263,8 @@ def _execute(path: Path, source: bytes, seen_as: Path) -> Any:
         linecache.cache[str(seen_as)] = len(source), None, lines, str(seen_as)  # for inspect.getsource of a class
     try:
         # Not by the loader: byte code beside it may be of an older file of the same second and size, or a stranger's.
-        exec(compile(source, path, "exec"), module.__dict__)
+        with doing.now(f"the import of {path.name}"):
+            exec(compile(source, path, "exec"), module.__dict__)
     except SyntaxError as error:
         raise Refused(f"{error.filename or path}, line {error.lineno or 1}: {error.msg}") from None
     except (Exception, SystemExit) as error:

@@ -163,7 +163,7 @@ def _tell_end(run: Run, record: Record) -> int:
         states.COPY: f"{run.name} was interrupted{reason}",
     }.get(state, f"{run.name} is {state}")
     if not record.get("total_steps") and not step and state == states.FINISHED:  # its steps are unknown
-        last = f"{run.name} finished"
+        last = f"{run.name} finished{why}"
     if state == states.FAILED and record["attempts"]:
         for text in record["attempts"][-1].get("last_lines") or ():
             screen.say(f"  | {text}")

@@ -18,7 +18,18 @@ from ..run.best import best, best_steps
 from ..run.record import Attempt, Record
 from ..run.run_folder import Run, seconds_of
 from ..run.spec import Spec, spec_of
-from ..run.states import COPY, CREATED, FAILED, FINISHED, INTERRUPTED, OTHER_FORMAT, QUEUED, RUNNING, STOPPED
+from ..run.states import (
+    CHECKING,
+    COPY,
+    CREATED,
+    FAILED,
+    FINISHED,
+    INTERRUPTED,
+    OTHER_FORMAT,
+    QUEUED,
+    RUNNING,
+    STOPPED,
+)
 from ..supervise import programs
 from . import time_spent
 
@@ -182,6 +193,7 @@ def next_command(record: Record) -> str:
     )
     new_code = f"; with changed code: {changed}" if changed else ""
     commands = {
+        CHECKING: f"end its launch: train stop {name}",
         CREATED: watch,
         QUEUED: watch,
         RUNNING: f"{watch}; save and stop: train stop {name}",

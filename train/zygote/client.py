@@ -17,11 +17,11 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from .. import hash_seed
+from .. import doing, hash_seed
 from ..errors import Refused, of_encoding, of_system, one_line
 from . import server
 from .server import LIBRARIES, OFF, SIGNALS, called, lender_socket, receive, send
@@ -42,6 +42,8 @@ _EARLY = (CHECKS[0], RANKS[0])
 """Imports of a launch's own lender. Its fork imports the rest while the request is checked."""
 _IMPORTING = 120.0
 """Seconds a lender gets to answer: it may still be importing."""
+_LOOK_EVERY = 0.2
+"""Seconds between two calls of what a caller does while it waits."""
 _ENDING = 2.0
 """Seconds a zygote gets to end by itself, and killed processes get to vanish."""
 
@@ -81,7 +83,8 @@ class Zygote:
         os.umask(umask)
         root = str(Path(__file__).parents[2])
         self._ask({"root": root, "cwd": os.getcwd(), "umask": umask, "environ": environ, "imports": self._imports})
-        self._read_answer(patience)
+        served = self._read_answer(patience)
+        self._pid = int((served or {})["serves"])
 
     def again(self) -> Zygote:
         """Acquire a new zygote like this one, after its loss."""
@@ -95,6 +98,7 @@ class Zygote:
         files: Sequence[int],
         environ: Mapping[str, str] | None = None,
         after: str = "",
+        meanwhile: Callable[[], None] = lambda: None,
     ) -> int:
         """Fork a process that calls `function(*arguments, files)`. Returns its process id.
 
@@ -106,6 +110,7 @@ class Zygote:
             files: Its standard input, output and error, and more files, which get other numbers there.
             environ: Environment of the fork; None: that of all forks.
             after: The import to wait for; the zygote continues its imports afterwards.
+            meanwhile: Called several times a second until the process exists.
 
         Raises:
             ZygoteLost: the zygote is gone.
@@ -113,7 +118,7 @@ class Zygote:
         """
         environ = self._environ if environ is None else dict(environ)
         self._ask({"call": function, "arguments": [*arguments], "environ": environ, "after": after}, files)
-        while (answer := self._read_answer(None)) is None:
+        while (answer := self._next_answer(meanwhile)) is None:
             pass
         if "errno" in answer:
             raise OSError(answer["errno"], os.strerror(answer["errno"]))
@@ -122,19 +127,26 @@ class Zygote:
         self._alive.add(answer["pid"])
         return int(answer["pid"])
 
-    def call(self, function: str, *arguments: Any, after: str = "") -> Any:
+    def call(
+        self, function: str, *arguments: Any, after: str = "", meanwhile: Callable[[], None] = lambda: None
+    ) -> Any:
         """Call `module:name` in a temporary fork with this process's standard files. Returns its result.
+
+        Args:
+            meanwhile: Called several times a second until the fork ends. May raise.
 
         Raises:
             Refused: raised there; or the fork died; or another exception, whose traceback has been printed there.
         """
         sys.stdout.flush()
         sys.stderr.flush()
+        notes = doing.file()
         with os.fdopen(os.memfd_create("answer"), "w+b") as file:
             given = [function, [*arguments]]
-            pid = self.fork("train.zygote.client:answer", given, files=[0, 1, 2, file.fileno()], after=after)
+            files = [0, 1, 2, file.fileno(), *([] if notes is None else [notes])]
+            pid = self.fork("train.zygote.client:answer", given, files=files, after=after, meanwhile=meanwhile)
             while pid in self._alive:
-                self._read_answer(None)
+                self._next_answer(meanwhile)
             if code := self._codes.pop(pid):
                 how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
                 way = "see why with train run and the same arguments"
@@ -170,12 +182,14 @@ class Zygote:
         """Make processes that ended forks leave behind children of the zygote, so that `end_orphans` finds them."""
         self._ask({"adopt": True})
 
-    def end_orphans(self) -> None:
-        """Kill the processes that ended forks have left behind, in whatever group or session they are."""
+    def end_orphans(self) -> list[int]:
+        """Kill the processes that ended forks have left behind, in whatever group or session they are. Returns them."""
         with contextlib.suppress(ZygoteLost):
             self._ask({"end_orphans": True})
-            while self._read_answer(None) is None:
+            while (answer := self._read_answer(None)) is None:
                 pass
+            return [*answer["orphans"]]
+        return []
 
     def close(self) -> None:
         """End the zygote and all its forks, even if they wait for something."""
@@ -185,13 +199,21 @@ class Zygote:
                 os.killpg(pid, signal.SIGKILL)
         if self._process is not None:
             end(self._process)
-        _wait_for_death(self._alive)
+        _wait_for_death({*self._alive, self._pid})
+        if not self.is_lost and lives(self._pid):  # in the middle of an import
+            with contextlib.suppress(OSError):
+                os.kill(self._pid, signal.SIGKILL)
 
     def _ask(self, message: Any, files: Sequence[int] = ()) -> None:
         try:
             send(self._line, message, files)
         except ConnectionError:
             raise self._lost() from None
+
+    def _next_answer(self, meanwhile: Callable[[], None]) -> dict[str, Any] | None:
+        while not select.select([self._line], [], [], _LOOK_EVERY)[0]:
+            meanwhile()
+        return self._read_answer(None)
 
     def _read_answer(self, seconds: float | None) -> dict[str, Any] | None:
         """Return the next answer. None: it reported the end of a fork, whose exit code is noted."""
@@ -256,6 +278,8 @@ def answer(function: str, arguments: list[Any], files: list[int]) -> None:
     """In a fork for `Zygote.call`: call a function and write its result or exception into the fourth file."""
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
     found: Any
+    if len(files) > 4:
+        doing.note_in(files[4])
     try:
         found = called(function)(*arguments)
     except Refused as error:

@@ -34,7 +34,7 @@ import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -171,6 +171,8 @@ class _Server:
         self._imports: deque[str] = deque()
         self._forks: set[int] = set()
         self._adopts = False
+        self._left: set[int] = set()
+        """Processes that ended forks have left behind."""
         self._woken = _wake_on_death()
 
     def serve(self) -> None:
@@ -200,7 +202,8 @@ class _Server:
             self._adopts = True
         elif "end_orphans" in message:
             self._end_orphans()
-            send(self._line, {"orphans": "ended"})
+            send(self._line, {"orphans": sorted(self._left)})
+            self._left.clear()
         else:
             while message["after"] in self._imports:
                 _import(self._imports.popleft())
@@ -271,6 +274,7 @@ class _Server:
             os.read(self._woken, 1 << 12)
         while (pid := _dead_child()) is not None:
             if pid in self._forks:
+                self._left |= {one for one in _of_group(pid) if one != pid and _is_at_work(one)}
                 with contextlib.suppress(OSError):
                     os.killpg(pid, signal.SIGKILL)
             code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
@@ -294,6 +298,7 @@ class _Server:
                     if one.name() == _TMUX:
                         orphans.remove(one)
                     else:
+                        self._left |= {one.pid} if _is_at_work(one.pid) else set()
                         one.kill()
             if not orphans:
                 return
@@ -316,6 +321,22 @@ def _dead_child() -> int | None:
         found = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         return None if found is None else found.si_pid
     return None
+
+
+def _of_group(group: int) -> Iterator[int]:
+    """Yield the processes of a process group."""
+    for name in os.listdir("/proc"):
+        with contextlib.suppress(OSError, ValueError):
+            if os.getpgid(int(name)) == group:
+                yield int(name)
+
+
+def _is_at_work(pid: int) -> bool:
+    """Whether a process still runs and is not one that Python ends a moment after its parent."""
+    with contextlib.suppress(OSError):
+        words = Path(f"/proc/{pid}/cmdline").read_bytes()  # of a zombie: nothing
+        return bool(words) and b"resource_tracker" not in words
+    return False
 
 
 def _wake_on_death() -> int:

@@ -17,6 +17,7 @@ import pytest
 
 from tests.train.conftest import PATIENCE, lives
 from tests.waiting import eventually
+from train import doing
 from train.launcher import tmux
 from train.run import states
 
@@ -290,18 +291,48 @@ def test_an_error_of_the_task_is_not_tried_again_and_follow_exits_3_with_its_lin
 
 
 @pytest.mark.never_forgiven
-def test_an_interrupted_launch_leaves_nothing(station: Station) -> None:
-    (station.folder / "hangs.py").write_text("open('reached', 'w').close()\nimport time\ntime.sleep(600)\n")
-    process = station.start("launch", "hangs.py", "--name", "i")
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL, "train stop"])
+def test_an_ended_launch_leaves_nothing(station: Station, how: signal.Signals | str) -> None:
+    endless = TASK + "\n\ndef lengths(config):\n    open('reached', 'w').close()\n    while True:\n        pass\n"
+    (station.folder / "hangs.py").write_text(endless)
+    station.more["TMPDIR"] = str(station.folder)
+    process = station.start("launch", "hangs.py", "--name", "i.1")
     eventually("the launch has come that far", (station.folder / "reached").exists, 120)
-    inside = [p.pid for p in psutil.process_iter(["cmdline"]) if "train.launcher.agent" in (p.info["cmdline"] or [])]
-    ours = [pid for pid in inside if Path(f"/proc/{pid}/cwd").resolve() == station.folder.resolve()]
-    assert ours
-    process.send_signal(signal.SIGINT)
+    ours = [p.pid for p in psutil.process_iter() if p.pid != process.pid and _is_at(p.pid, station.folder)]
+    assert len(ours) >= 2, "the agent, and the fork that checks"
+    if how == "train stop":
+        assert station.ok("ls").stdout.splitlines()[1].split()[:2] == ["i.1", "checking"]
+        for command in (["rm", "i*"], ["resume", "i.1"], ["launch", "hangs.py", "--name", "i.1"]):
+            done = station(*command)
+            assert done.returncode == 2 and done.stderr.count("\n") == 1 and "train stop i.1" in done.stderr, done
+        station.ok("stop", "i.1")
+    else:
+        process.send_signal(how)
     output, _ = process.communicate(timeout=PATIENCE)
-    assert process.returncode == 130 and "Traceback" not in output
+    codes = {"train stop": 2, signal.SIGINT: 130, signal.SIGTERM: -signal.SIGTERM, signal.SIGKILL: -signal.SIGKILL}
+    assert process.returncode == codes[how] and "Traceback" not in output
     assert gone(ours)
-    assert sessions(station) == [] and not station.runs.exists()
+    eventually("its session has ended", lambda: sessions(station) == [])
+    assert not station.runs.exists() and not list(station.folder.glob("train-launch-*"))
+
+
+def _is_at(pid: int, folder: Path) -> bool:
+    try:
+        return Path(f"/proc/{pid}/cwd").resolve() == folder.resolve()
+    except OSError:
+        return False
+
+
+def test_a_launch_that_waits_names_the_function_after_20_seconds_and_then_every_minute() -> None:
+    lines: list[str] = []
+    with doing.noted() as notes, doing.now("lengths()"):
+        waiting = doing.Waiting("g", notes, lines.append)
+        waiting.look()
+        assert lines == []
+        os.pwrite(notes, f"{time.monotonic() - 20.2} lengths()".encode(), 0)
+        waiting.look()
+        waiting.look()
+    assert lines == ["g: lengths() has run for 20 s; Ctrl-C ends the launch"]
 
 
 @pytest.mark.never_forgiven

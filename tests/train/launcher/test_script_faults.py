@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -45,10 +46,27 @@ def ends(record: dict[str, object]) -> list[str]:
     return [attempt["end"] for attempt in record["attempts"]]  # type: ignore[attr-defined]
 
 
+def test_the_rank_with_an_error_is_named_and_gets_the_time_to_print_it(station: Station) -> None:
+    text = """
+dead = os.environ["TRAIN_RUN_DIR"] + "/dead"
+if rank == 1:
+    try:
+        raise ValueError("label 17")
+    finally:
+        open(dead, "w").close()
+        time.sleep(2.5)
+while not os.path.exists(dead):
+    time.sleep(0.02)
+raise RuntimeError("[gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:4242")
+"""
+    record = run(station, text, "--nproc", 2)
+    assert record["reason"] == "rank 1: ValueError: label 17; see: train logs a --rank 1"
+
+
 def test_a_script_is_not_started_again_unless_its_user_says_so(station: Station) -> None:
     record = run(station, "print('to work')\nif rank == 1: raise ValueError('bad shape')\ntime.sleep(60)", "--nproc", 2)
     assert record["state"] == states.FAILED and ends(record) == ["died"]
-    assert record["reason"] == "rank 1 exited with code 1; see: train logs a --rank 1"
+    assert record["reason"] == "rank 1 exited with code 1: ValueError: bad shape; see: train logs a --rank 1"
     assert "| ValueError: bad shape" in station.ok("show", "a").stdout
     record = run_again(station, "os.kill(os.getpid(), 9)", "b")
     assert (record["state"], record["reason"], ends(record)) == (states.FAILED, "rank 0 died of SIGKILL", ["died"])
@@ -65,7 +83,8 @@ def test_a_script_is_started_again_as_often_as_its_user_says(station: Station, f
 def test_a_script_that_refuses_its_arguments_is_never_started_again(station: Station) -> None:
     record = run(station, "import argparse; argparse.ArgumentParser().parse_args()", *QUICK, arguments=("--no",))
     assert record["state"] == states.FAILED and ends(record) == ["died"]
-    assert record["reason"] == "rank 0 exited with code 2, so it is not restarted; see: train logs a --rank 0"
+    why = "script.py: error: unrecognized arguments: --no"
+    assert record["reason"] == f"rank 0 exited with code 2, so it is not restarted: {why}; see: train logs a --rank 0"
 
 
 def kill_all(station: Station, name: str) -> None:
@@ -183,6 +202,20 @@ def test_whatever_a_script_has_started_ends_with_it_except_a_tmux_server(station
     assert not helpers("b") and station.run("b").state() == states.INTERRUPTED
     for server in servers:  # it may hold the runs that a script has launched
         subprocess.run(["tmux", "-L", server, "kill-server"], check=True)
+
+
+def test_a_script_that_ends_before_its_processes_is_told_so(station: Station) -> None:
+    text = """
+import subprocess
+for is_daemon in (False, True):
+    print("started", subprocess.Popen(["sleep", "600"], start_new_session=is_daemon).pid)
+"""
+    record = run(station, text)
+    pids = re.findall(r"started (\d+)", station.logs("a"))
+    assert record["state"] == states.FINISHED and len(pids) == 2
+    assert record["reason"] == f"left processes behind ({', '.join(sorted(pids, key=int))}); they were ended"
+    assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
+    assert "finished: left processes behind" in station.ok("show", "a").stdout
 
 
 @pytest.mark.never_forgiven

@@ -27,6 +27,18 @@ TWICE = StopCause(signals.CTRL_C, "Ctrl-C twice", now=True)
 
 LOST = "RuntimeError: [gloo/transport/tcp/pair.cc:534] Connection closed by peer"
 TRACEBACK = 'Traceback (most recent call last):\n  File "script.py", line 3, in <module>\n    main()\n'
+LEFT = "rank 1 exited with code 1"
+NO_PEER = "RuntimeError: [gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:4242\n"
+BOTH = f"ValueError: label 17\n\nDuring handling of the above exception, another came:\n\n{TRACEBACK}{NO_PEER}"
+NO_SERVER = "URLError: <urlopen error [Errno 111] Connection refused>"
+RELATIVE = "ImportError: attempted relative import with no known parent package"
+NEEDED = "the following arguments are required: --local_rank"
+SPAWNED = """RuntimeError:
+        An attempt has been made to start a new process before the
+        current process has finished
+
+"""
+NO_WORKER = "RuntimeError: DataLoader worker (pid(s) 7) exited unexpectedly\n"
 LOADER = "RuntimeError: DataLoader worker (pid 7) is killed by signal: Killed.\n"
 REFUSED_MEMORY = "terminate called after throwing an instance of 'std::bad_alloc'\n  what():  std::bad_alloc\n"
 CHECK = "; see: train doctor --only 'memory'"
@@ -187,7 +199,28 @@ ENDS: list[tuple[str, Facts, dict[str, Any]]] = [
     ("a script is refused by itself, at a stop too", of_script(asked=USER, exits={0: 2}, is_ready=False),
      {"state": "stopped", "reason": "stopped (train stop); the script ended by itself on SIGTERM, with code 2"}),
     ("a script leaves with a code", of_script(exits={1: 1}, logs={1: TRACEBACK + "ValueError: bad shape\n"}),
-     {"end": "died", "state": "failed", "reason": "rank 1 exited with code 1; see: train logs a --rank 1", "rank": 1}),
+     {"end": "died", "rank": 1, "reason": f"{LEFT}: ValueError: bad shape; see: train logs a --rank 1"}),
+    ("a rank of a script misses the rank that is the cause",
+     of_script(exits={0: 1, 1: 1}, logs={0: TRACEBACK + NO_PEER, 1: TRACEBACK + NO_PEER, 2: TRACEBACK + BOTH}),
+     {"rank": 2, "reason": "rank 2: ValueError: label 17; see: train logs a --rank 2"}),
+    ("every rank of a script misses another", of_script(exits={1: 1}, logs={0: "", 1: TRACEBACK + NO_PEER}),
+     {"rank": 1, "reason": f"{LEFT}: {NO_PEER.strip()}; see: train logs a --rank 1; likely another rank that is gone, "
+      "or the network between the ranks: train doctor --job"}),
+    ("a script needs a server", of_script(exits={1: 1}, logs={1: TRACEBACK + f"urllib.error.{NO_SERVER}"}),
+     {"reason": f"{LEFT}: urllib.error.{NO_SERVER}; see: train logs a --rank 1; likely the internet, or a proxy on the "
+      "way there"}),
+    ("a script of a package", of_script(exits={1: 1}, logs={1: TRACEBACK + RELATIVE}, max_restarts=3),
+     {"state": "failed", "reason": f"{LEFT}: {RELATIVE}; start it as a module, from the folder above its package: "
+      "train launch --module PACKAGE.NAME; see: train logs a --rank 1"}),
+    ("a script of before torchrun", of_script(exits={0: 2}, logs={0: f"a.py: error: {NEEDED}"}),
+     {"state": "failed", "reason": f"rank 0 exited with code 2, so it is not restarted: a.py: error: {NEEDED}; like "
+      "torchrun, the launcher passes no --local_rank; read int(os.environ[\"LOCAL_RANK\"]); see: train logs a --rank "
+      "0"}),
+    ("a data worker of a script imports the script",
+     of_script(exits={1: 1}, logs={1: TRACEBACK + SPAWNED + TRACEBACK + NO_WORKER}, max_restarts=3),
+     {"state": "failed", "reason": f"{LEFT}: RuntimeError: An attempt has been made to start a new process before the "
+      "current process has finished; put what the script does below: if __name__ == '__main__':; see: train logs a "
+      "--rank 1"}),
     ("a script is killed", of_script(exits={0: 1, 1: KILL}), {"state": "failed", "reason": "rank 1 died of SIGKILL"}),
     ("a script is killed that may be restarted", of_script(exits={0: 1, 1: KILL}, max_restarts=2),
      {"state": None, "why": "rank 1 died of SIGKILL", "again": True, "deaths": 1,
@@ -215,8 +248,8 @@ ENDS: list[tuple[str, Facts, dict[str, Any]]] = [
     ("the last words of a script name a likely cause",
      of_script(exits={0: 1}, logs={0: TRACEBACK + "OSError: [Errno 28] No space left on device\n"}),
      {"state": "failed",
-      "reason": "rank 0 exited with code 1; see: train logs a --rank 0; likely a full disk, or a limit of it: train "
-      "doctor --only 'room on disk,folder of runs'"}),
+      "reason": "rank 0 exited with code 1: OSError: [Errno 28] No space left on device; see: train logs a --rank 0; "
+      "likely a full disk, or a limit of it: train doctor --only 'room on disk,folder of runs'"}),
     ("a hang of a script", of_script(hang="no output"), {"state": "failed", "reason": "no output"}),
     ("a hang of a script that may be restarted", of_script(hang="no output", max_restarts=1),
      {"why": "no output", "again": True}),
