@@ -87,8 +87,9 @@ def run(options: Namespace, runs: Path) -> int:
         records = in_states(options.state, records)
     records = _ordered(records, options.sort, limit, options.reverse)
     if options.csv:
-        rows = [[value(record, column, repr) for column in columns] for record in records]
-        csv.writer(sys.stdout, lineterminator="\n").writerows([columns, *rows])
+        rows = [columns, *([value(record, column, repr) for column in columns] for record in records)]
+        plain = ([screen.printable(one) if isinstance(one, str) else one for one in row] for row in rows)
+        csv.writer(sys.stdout, lineterminator="\n").writerows(plain)
     else:
         print(
             json.dumps(records, indent=1, default=str)
