@@ -10,6 +10,7 @@ ARG CUDA_IMAGE=nvidia/cuda:12.1.1-devel-ubuntu22.04@sha256:7012e535a47883527d402
 
 
 # --- the parts of the CUDA toolkit that compiling needs (built for the target cuda only) ----------------------------
+# If the next line fails because no registry answers: make up (it builds a station without this part)
 FROM ${CUDA_IMAGE} AS toolkit
 # PyTorch brings CUDA's libraries. We copy only the compiler, its headers, and the libraries that it links by default.
 # That leaves out 4 GB of static and math libraries.
@@ -23,11 +24,11 @@ RUN set -eu; mkdir -p /toolkit/lib64; \
 
 # --- Debian's packages ----------------------------------------------------------------------------------------------
 # checkov:skip=CKV_DOCKER_7: the tag is in the default of BASE_IMAGE, above
+# If the next line fails because no registry answers: make up (it builds this image from Debian's archive)
 FROM ${BASE_IMAGE} AS system
 
 SHELL ["/bin/bash", "-euo", "pipefail", "-c"]
 ARG APT_MIRROR=
-ARG EXTRA_APT=
 # Packages for the services, for people (editors, tmux, git, rsync, htop) and for operators. Triton compiles its
 # launchers at run time with gcc and Python's headers; extensions need them too. CUDA 12.1 accepts gcc up to 12.2.
 # NCCL loads libibverbs, and that loads the providers; without them NCCL uses TCP.
@@ -49,11 +50,10 @@ RUN --mount=type=cache,target=/var/cache/apt,sharing=locked \
     fi; \
     apt-get update; \
     DEBIAN_FRONTEND=noninteractive apt-get upgrade -y --no-install-recommends; \
-    # shellcheck disable=SC2086 # EXTRA_APT is a list
     DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends \
         bash-completion ca-certificates curl g++ gcc git htop ibverbs-providers iproute2 iputils-ping less libc6-dev \
         libibverbs1 lsof make nano openssh-client openssh-server procps python3 python3-dev python3-pip rsync \
-        supervisor tini tmux unzip vim-tiny wget ${EXTRA_APT}; \
+        supervisor tini tmux unzip vim-tiny wget; \
     update-alternatives --quiet --install /usr/bin/vim vim /usr/bin/vim.tiny 10; \
     rm -f /etc/ssh/ssh_host_* /etc/apt/apt.conf.d/ca_bundle; \
     # Allow pip to install into a user's home folder.
@@ -89,7 +89,23 @@ RUN --mount=type=cache,target=/root/.cache \
     # Check that the remaining packages import and compute.
     python3 -c 'import torch, torchvision, triton, scipy.stats, sklearn.datasets, matplotlib.pyplot; torch.ones(2) @ torch.ones(2)'
 
-# --- the station: the account, the services' settings, the package --------------------------------------------------
+# --- what changes often comes last, so that a change costs seconds --------------------------------------------------
+# More Debian packages of a person.
+ARG EXTRA_APT=
+# hadolint ignore=DL3008
+RUN --mount=type=cache,target=/var/cache/apt,sharing=locked \
+    --mount=type=cache,target=/var/lib/apt,sharing=locked \
+    --mount=type=secret,id=ca_bundle \
+    [ -n "${EXTRA_APT}" ] || exit 0; \
+    if [ -s /run/secrets/ca_bundle ]; then \
+        echo 'Acquire::https::CAInfo "/run/secrets/ca_bundle";' >/etc/apt/apt.conf.d/ca_bundle; \
+    fi; \
+    apt-get update; \
+    # shellcheck disable=SC2086 # EXTRA_APT is a list
+    DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends ${EXTRA_APT}; \
+    rm -f /etc/ssh/ssh_host_* /etc/apt/apt.conf.d/ca_bundle
+
+# The station: the account, the services' settings, the package.
 RUN useradd --create-home --uid 1000 --user-group --shell /bin/bash --comment "works here" dev; \
     # No password matches a star. The exclamation mark that useradd leaves would lock the account for keys too.
     usermod -p '*' dev; \
@@ -109,6 +125,9 @@ COPY trainstation/ /opt/trainstation/trainstation/
 # hadolint ignore=DL4006
 RUN find / -xdev -perm /6000 -exec chmod a-s {} +; \
     getcap -r / 2>/dev/null | cut -d ' ' -f 1 | xargs --no-run-if-empty --max-args 1 setcap -r; \
+    for name in apt apt-get conda mamba micromamba sudo; do \
+        ln -s ../lib/trainstation/not-here "/usr/local/bin/$name"; \
+    done; \
     python3 -I -m compileall -q /opt/trainstation/train /usr/local/lib/trainstation \
         /usr/local/lib/python3.11/dist-packages/trainstation_folders.py
 

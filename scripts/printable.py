@@ -1,5 +1,6 @@
 """Copy standard input to standard output without control characters for terminals: python3 -I -S printable.py"""
 
+import os
 import re
 import sys
 
@@ -22,5 +23,8 @@ def main() -> None:
 if __name__ == "__main__":
     try:
         main()
-    except (BrokenPipeError, KeyboardInterrupt):
+    except BrokenPipeError:  # the reader has read enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        sys.exit(141)
+    except KeyboardInterrupt:
         sys.exit(1)

@@ -1,4 +1,4 @@
-# shellcheck shell=bash disable=SC2154,SC2034 # mode, image: from other parts of station.sh; lowered: for them
+# shellcheck shell=bash disable=SC2154,SC2034 # mode, image: from other parts of station.sh
 # Checks before the station starts. Each says in one line what is wrong and what to do. Sourced by station.sh, which
 # runs them before it creates or changes anything.
 
@@ -68,19 +68,15 @@ check_shared_memory() {
     [ "${limit:-0}" = 0 ] || [ "$limit" -ge 1073741824 ] || die "MEMORY=$(setting MEMORY): it must be 1g or more"
     [ "${limit:-0}" = 0 ] || [ "$limit" -gt "$memory" ] || memory=$limit
     [ "$(bytes_of shm_size)" -gt $((memory / 2)) ] || return 0
-    export SHM_SIZE=$((memory / 2097152))m
-    lowered+=(SHM_SIZE "$SHM_SIZE")
-    say "SHM_SIZE is more than half of the memory ($((memory / 1048576)) MB): lowered to $SHM_SIZE in .env"
+    lower SHM_SIZE $((memory / 2097152))m "is more than half of the memory ($((memory / 1048576)) MB)"
 }
 # Limit the processes of the station to half of what the kernel allows, so that the machine keeps some.
 check_processes() {
     local most limit
     most=$(cat /proc/sys/kernel/pid_max /proc/sys/kernel/threads-max 2>/dev/null | sort -n | head -n 1)
-    limit=$(setting PIDS_LIMIT 32768)
+    limit=${PIDS_LIMIT:-32768}
     [ -n "$most" ] && [ "$limit" -gt $((most / 2)) ] || return 0
-    export PIDS_LIMIT=$((most / 2))
-    lowered+=(PIDS_LIMIT "$PIDS_LIMIT")
-    say "PIDS_LIMIT=$limit is more than half of the processes that this machine can have ($most): lowered to $PIDS_LIMIT in .env"
+    lower PIDS_LIMIT $((most / 2)) "is more than half of the processes that this machine can have ($most)"
 }
 bytes_of() { sed -nE "s/^ *\"$1\": \"([0-9]+)\",?$/\1/p" <<<"$config"; } # a setting of the station, as compose reads it
 
@@ -129,6 +125,7 @@ check_settings() {
     ! wants_monitoring || [ "$(setting STATION_EXPORTER on)" = on ] ||
         die "COMPOSE_PROFILES=monitoring with STATION_EXPORTER=off would show nothing: remove one of the two"
     check_form MIN_FREE_MB 500 '[1-9][0-9]{0,8}' "a number of megabytes"
+    check_form KERNEL_IDLE_HOURS 24 '[0-9]{1,4}' "a number of hours; 0: kernels never end by themselves"
     check_form PIDS_LIMIT 32768 '[5-9][0-9]{2}|[1-9][0-9]{3,6}' "a number from 500 on"
     check_form CPUS 0 '[0-9]{1,4}([.][0-9]{1,2})?' "a number of processors, such as 1.5"
     cores=$(docker info -f '{{.NCPU}}')
@@ -164,12 +161,12 @@ check_settings() {
     [ "$free" -ge "$(setting MIN_FREE_MB 500)" ] ||
         die "the disk with $runs has $free MB left, less than MIN_FREE_MB=$(setting MIN_FREE_MB 500): free some space, or lower MIN_FREE_MB"
 }
-# Before a first build: check the space for the image (6 GB), its layers during the build, and the base.
+# Before a first build: check the space for the image (6 GB) and for the packages that the build keeps in its cache (6 GB).
 check_engine_disk() {
     local folder
     folder=$(docker info -f '{{.DockerRootDir}}' 2>/dev/null)
     [ -z "$(docker image ls --quiet trainstation)" ] && [ -d "$folder" ] || return 0 # an engine elsewhere
-    [ "$(disk_free "$folder")" -ge 9000 ] || die "the engine's disk has $(disk_free "$folder") MB left, and building the image needs 9000: docker system df shows what uses space"
+    [ "$(disk_free "$folder")" -ge 12500 ] || die "the engine's disk has $(disk_free "$folder") MB left, and building the image needs 12500 (make clean-cache frees half of that afterwards): docker system df shows what uses space"
 }
 disk_free() { df -Pm "$1" | awk 'NR == 2 {print $4}'; }
 # Succeed if a container gets NVIDIA devices from this engine. Otherwise print why not. We ask the engine, not the

@@ -36,7 +36,7 @@ find_project() {
 remember_identity() {
     [ -z "$from_environment" ] || return 0
     remember COMPOSE_PROJECT_NAME "$project" COMPOSE_FILE "$(compose_files)" STATION_BUILT "$([ -n "$(named_image)" ] && built_image || printf '%s' "$image")" \
-        STATION_HOSTNAME "$STATION_HOSTNAME" ${lowered[@]+"${lowered[@]}"} ${own_ports[@]+"${own_ports[@]}"}
+        STATION_HOSTNAME "$STATION_HOSTNAME" STATION_LOWERED "" ${lowered[@]+"${lowered[@]}"} ${own_ports[@]+"${own_ports[@]}"}
     ! is_of_before || remember STATION_IMAGE ""
     secret checkout <<<"$project"$'\n'"$PWD"
 }

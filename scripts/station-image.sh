@@ -71,7 +71,7 @@ build_step() {
         / Downloading /   {split($5, size, /[()]/); of[$4] = size[2]} # uv: Downloading torch (783.1MiB)
         / Downloaded /    {add(of[$4], of[$4]); of[$4] = ""}
         function add(number, unit) {total += number * (unit ~ /G/ ? 1000 : unit ~ /M/ ? 1 : unit ~ /[kK]/ ? 0.001 : 0.000001)}
-        END {printf "%s, %d MB downloaded", step, total}' "$log"
+        END {printf "%s, %d of at most 3300 MB downloaded", step, total}' "$log"
 }
 # Print the output of the failed step, without the lines of the Dockerfile that BuildKit repeats after it.
 build_failure() {
@@ -101,7 +101,7 @@ build() {
         export STATION_TARGET=runtime
         image=trainstation:runtime-${image##*-}
     fi
-    say "building $image; its log: $log"
+    say "building $image: downloads about 3.3 GB, less if an earlier build has left its cache; needs 12 GB of disk; its log: $log"
     BASE_IMAGE=$base CUDA_IMAGE=$toolkit STATION_VERSION=$([ ! -f train/__init__.py ] || sed -n 's/^__version__ = "\(.*\)"/\1/p' train/__init__.py) \
         STATION_REVISION=$(git rev-parse --short HEAD 2>/dev/null || echo unknown) STATION_IMAGE=$image DOCKER_BUILDKIT=1 \
         BUILDKIT_PROGRESS=plain with_progress building build_step logged compose build "$@" || {

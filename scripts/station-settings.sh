@@ -12,8 +12,8 @@ expand() { printf '%s' "${1/#\~\//$HOME/}"; }
 
 known="APT_MIRROR BASE_IMAGE BIND_ADDRESS CA_BUNDLE CLUSTER_ADDRESS CLUSTER_NETWORK COMPOSE_FILE COMPOSE_PROFILES CPUS
     CUDA_IMAGE DATASETS_DIR DCGM_EXPORTER_IMAGE DEV_UID EXTRA_APT GPUS GRAFANA_IMAGE GRAFANA_PORT HF_ENDPOINT HTTP_PROXY
-    HTTPS_PROXY JUPYTER_PORT MEMORY MIN_FREE_MB MONITORING_ADDRESS NO_PROXY NVIDIA_TOOLKIT_MIRROR PROMETHEUS_IMAGE PIDS_LIMIT PIP_INDEX_URL PROTECT_CHECKOUT RUNS_DIR SSH_PORT SSH_PUBLIC_KEY STATION_EXPORTER STATION_HOSTNAME STATION_LANG
-    STATION_BUILT STATION_IMAGE STATION_TARGET"
+    HTTPS_PROXY JUPYTER_PORT KERNEL_IDLE_HOURS MEMORY MIN_FREE_MB MONITORING_ADDRESS NO_PROXY NVIDIA_TOOLKIT_MIRROR PROMETHEUS_IMAGE PIDS_LIMIT PIP_INDEX_URL PROTECT_CHECKOUT RUNS_DIR SSH_PORT SSH_PUBLIC_KEY STATION_EXPORTER STATION_HOSTNAME STATION_LANG
+    STATION_BUILT STATION_IMAGE STATION_LOWERED STATION_TARGET"
 settings=""
 # Let docker compose read .env, all settings at once. The environment wins over it.
 load_settings() {
@@ -75,7 +75,7 @@ secret() { put ./.secrets "$1" 600; }
 
 # Name the lines of .env and .git/config that read like a credential, without printing the credential.
 warn_of_credentials() {
-    local found name='token|passw|secret|credential|extraheader|[^c]_key' place
+    local found name='token|pass(word|wd)?|secret|credentials?|cookie|bearer|webhook|extraheader|_(pat|pwd|dsn|auth)|[^c]_key' place
     for found in .env .git/config; do
         [ -r "$found" ] || continue
         # In a checkout owned by root, dev can read only what everyone can read.
@@ -97,6 +97,45 @@ remember() {
     before=$(cat .env)
     after=$(sed -E "/^[[:space:]]*(export[[:space:]]+)?(${names#|})[[:space:]]*[=:]/d" .env)$lines
     [ "$(sort <<<"$after")" = "$(sort <<<"$before")" ] || put . .env "$(mode_of .env)" <<<"$after"
+}
+
+# Some settings are lowered to what the machine can give. .env keeps the lower value, for docker compose alone, and in
+# STATION_LOWERED what was asked for (NAME:ASKED:LOWER,…), so that the setting rises again when its reason is gone.
+lowered=() # NAME VALUE …: for .env
+# take_back_lowered NAME: set NAME to what a person has asked for, unless that person has changed the lower value since.
+take_back_lowered() {
+    local name=$1 now=${!1-$(of_env "$1")} one asked value
+    export "$name=$now"
+    for one in $(setting STATION_LOWERED | tr , ' '); do
+        IFS=: read -r one asked value <<<"$one"
+        [ "$one=$value" = "$name=$now" ] || continue
+        lowered+=("$name" "$asked")
+        export "$name=$asked"
+    done
+}
+# lower NAME VALUE WHY
+lower() {
+    local index kept=() all="$1:${!1}:$2"
+    [ "$(of_env "$1")" = "$2" ] || say "$1 $3: lowered to $2 in .env"
+    for ((index = 0; index < ${#lowered[@]}; index += 2)); do
+        case ${lowered[index]} in
+            "$1") ;;
+            STATION_LOWERED) all+=,${lowered[index + 1]} ;;
+            *) kept+=("${lowered[index]}" "${lowered[index + 1]}") ;;
+        esac
+    done
+    lowered=(${kept[@]+"${kept[@]}"} "$1" "$2" STATION_LOWERED "$all")
+    export "$1=$2"
+}
+say_what_rises() { # a lower value of an earlier start that is not needed any more
+    local index
+    for ((index = 0; index < ${#lowered[@]}; index += 2)); do
+        case ${lowered[index]} in
+            STATION_LOWERED) ;;
+            *) [ "${lowered[index + 1]}" = "$(of_env "${lowered[index]}")" ] || [[ " ${lowered[*]} " == *[\ ,]"${lowered[index]}":* ]] ||
+                say "${lowered[index]} is ${lowered[index + 1]:-the default} again: its limit is gone" ;;
+        esac
+    done
 }
 
 # Print the input lines that look like public keys, with their options. The station checks them more closely.

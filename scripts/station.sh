@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# The station from outside: up, down, shell, ssh, ssh-command, logs, url, rotate, status, rebuild, clean-station.
+# The station from outside: up, down, shell, ssh, ssh-command, logs, url, rotate, status, rebuild, clean-station,
+# clean-cache.
 # `make up` and the other targets of docker/station.mk call this. Settings are in .env; .env.example explains them.
 set -euo pipefail
 cd -P "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -23,7 +24,6 @@ die() { printf 'error: %s\n' "$*" >&2; exit 2; }
 mode=""                        # gpu or cpu
 devices=""                     # YAML with the list of chosen GPUs, for compose; variables in its file cannot hold a list
 id="" engine_options="" config=""
-lowered=() # NAME VALUE …: settings that this machine cannot satisfy, and their lower values for .env
 # Name every file, because compose would prefer others in the checkout, which dev could have put there.
 compose_files() {
     printf docker-compose.yml
@@ -155,9 +155,12 @@ up() { # [rebuild ARGUMENTS…]
     find_station
     check_users
     check_settings
+    take_back_lowered SHM_SIZE
+    take_back_lowered PIDS_LIMIT
     check_compose_files
     check_shared_memory
     check_processes
+    say_what_rises
     check_neighbours
     other=$(other_checkout)
     [ -z "$other" ] || die "COMPOSE_PROJECT_NAME=$project is the name of the station of $other: choose another name, or remove that setting"
@@ -279,7 +282,7 @@ ssh_line() {
     say "${line# }"
 }
 
-# For when someone leaves: that person's token and keys, and files left behind, give no access any more. Runs continue.
+# For when someone leaves: that person's token, keys, processes and files give no access any more. Runs are resumed.
 rotate() {
     local key keys before="" found one code=0
     key=$(expand "$(setting SSH_PUBLIC_KEY)")
@@ -288,7 +291,7 @@ rotate() {
     as_owner rm -f .secrets/authorized_keys .secrets/id_ed25519 .secrets/id_ed25519.pub .secrets/jupyter_token
     [ -z "$before" ] || secret authorized_keys.before <<<"$before"
     [ -z "$keys" ] || secret authorized_keys <<<"$keys" # the station makes a pair where there is none
-    say "ending kernels, terminals and ssh sessions; runs continue"
+    say "saving the runs, then ending every process of user dev; the keeper resumes the runs"
     for one in $(docker ps --quiet --no-trunc --filter "label=com.docker.compose.project=$project" --filter label=trainstation.torch); do
         docker exec "$one" /usr/bin/python3 -I -S /usr/local/lib/trainstation/rotate.py 2>&1 | printable || code=$?
     done
@@ -371,5 +374,10 @@ case $command in
         [ -z "$image" ] || [ "$image" = "$(named_image)" ] || drop_image "$image"
         say "removed: container, volumes (home folder, host keys), and the image unless another station uses it. Kept: runs, data, .env, .secrets"
         ;;
-    *) die "usage: scripts/station.sh up|down|rebuild|shell|exec|ssh|ssh-command|logs|url|rotate|status|clean-station" ;;
+    clean-cache)
+        check_engine
+        say "removing the build cache of this engine; images and stations stay"
+        docker builder prune --all --force | tail -n 1
+        ;;
+    *) die "usage: scripts/station.sh up|down|rebuild|shell|exec|ssh|ssh-command|logs|url|rotate|status|clean-station|clean-cache" ;;
 esac

@@ -67,6 +67,42 @@ def test_a_link_is_refused_by_name_and_not_followed(fresh: Station, name: str, t
     assert target.exists() == there
 
 
+LOWERS = (
+    SETTINGS
+    + """
+. scripts/env.sh
+load_settings
+take_back_lowered SHM_SIZE
+take_back_lowered PIDS_LIMIT
+[ "$1" = - ] || lower SHM_SIZE "$1" "is too much"
+[ "$2" = - ] || lower PIDS_LIMIT "$2" "is too much"
+say_what_rises
+remember STATION_LOWERED "" ${lowered[@]+"${lowered[@]}"}
+"""
+)
+
+
+def test_a_setting_that_was_lowered_rises_when_its_reason_is_gone(fresh: Station) -> None:
+    """As with SHM_SIZE, which is at most half of MEMORY: at the next make up MEMORY may be another one."""
+    env = {name: value for name, value in fresh.env.items() if name not in ("SHM_SIZE", "PIDS_LIMIT")}
+    path = fresh.folder / ".env"
+    path.write_text("SHM_SIZE=32g\n")
+    for shm, pids, said, left in [
+        ("1024m", "100", "lowered", {"SHM_SIZE=1024m", "PIDS_LIMIT=100"}),
+        ("1024m", "100", "", {"SHM_SIZE=1024m", "PIDS_LIMIT=100"}),
+        ("-", "100", "SHM_SIZE is 32g again", {"SHM_SIZE=32g", "PIDS_LIMIT=100"}),
+        ("-", "-", "PIDS_LIMIT is the default again", {"SHM_SIZE=32g"}),
+        ("512m", "-", "lowered", {"SHM_SIZE=512m"}),
+    ]:
+        done = run("bash", "-euo", "pipefail", "-c", LOWERS, "-", shm, pids, cwd=fresh.folder, env=env)
+        assert (said in done.stdout) if said else not done.stdout
+        lines = path.read_text().split()
+        assert {line for line in lines if not line.startswith("STATION_LOWERED=")} == left
+    path.write_text(path.read_text().replace("SHM_SIZE=512m", "SHM_SIZE=2g"))  # by hand: that is what counts now
+    run("bash", "-euo", "pipefail", "-c", LOWERS, "-", "-", "-", cwd=fresh.folder, env=env)
+    assert path.read_text().split() == ["SHM_SIZE=2g"]
+
+
 def test_a_second_name_of_a_secret_is_refused(fresh: Station, tmp_path: Path) -> None:
     secrets_in(fresh)
     os.link(fresh.folder / ".secrets" / "jupyter_token", tmp_path / "other")

@@ -11,6 +11,8 @@ import requests
 from conftest import Station, run, steps_on
 from jupyter import Client
 
+from tests.waiting import eventually
+
 pytestmark = pytest.mark.never_forgiven
 
 BACKDOORS = {
@@ -25,6 +27,16 @@ BACKDOORS = {
     ".tmux.conf": "",
     "bin/evil": "",
 }
+
+
+DISGUISED = {
+    "exec -a": "exec -a 'train-rank 1 of 2: on' bash -c 'while :; do sleep 1; : 24681; done'",
+    "a tmux server": "tmux -f /dev/null -L train-0 new-session -d -s train.launcher.agent 'sleep 24682'",
+    "a child of a run": "exec -a train-zygote bash -c '(exec -a train-rank sleep 24683) & wait'",
+    "a keeper": "exec -a 'python3 service.py keeper ' sleep 24684",
+    "what ignores signals": "trap '' TERM HUP; while :; do sleep 1 & wait; : 24685; done",
+}
+"""Processes of who leaves that look like those of runs."""
 
 
 @pytest.fixture(scope="module")
@@ -42,8 +54,17 @@ def log_in(station: Station, key: Path) -> int:
     return run(words[0], *options, *words[1:], "true", check=False).returncode
 
 
-def attempts(station: Station) -> object:
-    return station.show("on").get("attempt"), station.show("on")["state"]
+def attempts(station: Station) -> tuple[int, object]:
+    shown = station.show("on")
+    return len(shown["attempts"]), shown["state"]  # type: ignore[arg-type]
+
+
+def ps(station: Station) -> str:
+    return station.root("ps", "-eo", "args").stdout
+
+
+def pids_of_dev(station: Station) -> set[str]:
+    return set(station.root("ps", "-u", "dev", "-o", "pid=").stdout.split())
 
 
 def test_a_key_counts_from_the_moment_that_it_is_added_and_no_longer_than_it_is_there(
@@ -75,12 +96,16 @@ def test_who_has_left_is_out_and_runs_go_on(mine: Station, tmp_path: Path) -> No
     client.request("POST", "/api/terminals")
     mine.dev("bash", "-c", "setsid nohup sleep 98765 >/dev/null 2>&1 & touch ~/kept.txt")
     mine.dev("rm", "-f", "/tmp/token")
+    for line in DISGUISED.values():
+        run("docker", "exec", "--detach", "--user", "dev", mine.container, "bash", "-c", line)
+    eventually("they all run", lambda: set("12345") <= set(re.findall(r"\b2468(\d)", ps(mine))))
+    old_processes = pids_of_dev(mine)
 
     printed = mine.make("rotate").stdout
     for name in (".jupyter", ".local/lib", ".local/bin", ".ipython", ".config", ".ssh", ".bashrc", ".tmux.conf", "bin"):
         assert f" {name}" in printed
         assert mine.dev("bash", "-c", f"cat ~/set-aside-*/{name} || ls ~/set-aside-*/{name}").returncode == 0
-    assert "these runs continue with the code that they started with: on" in printed
+    assert "saved, and resumed by the keeper with the code in their folders: on" in printed
     assert "/lab?token=" in printed
 
     assert mine.token != token
@@ -88,15 +113,22 @@ def test_who_has_left_is_out_and_runs_go_on(mine: Station, tmp_path: Path) -> No
     assert requests.get(f"{mine.url}/api/kernels?token={token}", timeout=60).status_code == 403
     assert Client(mine).request("GET", "/api/kernels").json() == []
     assert Client(mine).request("GET", "/api/terminals").json() == []
-    running = mine.root("ps", "-eo", "args").stdout
+    running = ps(mine)
     assert kernel not in running
-    assert "98765" not in running
+    assert "98765" not in running and "2468" not in running
+    assert not pids_of_dev(mine) & old_processes
     assert log_in(mine, old) == 255
     assert mine.ssh("id -un; ls ~/kept.txt").stdout == "dev\n/home/dev/kept.txt\n"
     assert mine.dev("ls", "/tmp/token", check=False).returncode != 0
+    eventually("the keeper resumes the run", lambda: attempts(mine) == (before[0] + 1, "running"))
     steps_on(mine, "on")
-    assert attempts(mine) == before
     mine.wait_healthy()
+
+
+def test_who_reads_one_line_of_the_status_gets_no_error(mine: Station) -> None:
+    for line in ("make -s status | head -n 1", "make -s logs | head -n 1", "make -s status | (sleep 1; true)"):
+        piped = run("bash", "-c", f"{line}; echo ${{PIPESTATUS[0]}}", cwd=mine.folder, env=mine.env)
+        assert piped.stdout.splitlines()[-1] == "0" and piped.stderr == "", piped.stderr
 
 
 STEERS = "import sys; print(chr(27) + '[31m' + chr(155) + '2J', file=sys.stderr); print(chr(27) + ']0;mine' + chr(7))"

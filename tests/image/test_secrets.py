@@ -150,7 +150,10 @@ def test_what_strangers_send_is_not_kept_in_memory(station: Station) -> None:
     # those who are known send as much as ever: by token, and by the cookie of a login
     body = {"type": "file", "format": "text", "content": "a" * 30_000_000}
     session = requests.Session()
-    session.get(f"{station.url}/lab?token={station.token}", timeout=60)
+    for path in ("/login", f"/lab?token={station.token}"):
+        first = session.get(station.url + path, timeout=60, allow_redirects=False)
+        cookies = first.raw.headers.getlist("Set-Cookie")
+        assert cookies and all("SameSite=Lax" in cookie for cookie in cookies), "other sites could use the login"
     known = ({"Authorization": f"token {station.token}"}, {"X-XSRFToken": session.cookies["_xsrf"]})
     for by, headers in ((requests, known[0]), (session, known[1])):
         answer = by.put(f"{station.url}/api/contents/runs/large.txt", json=body, headers=headers, timeout=120)

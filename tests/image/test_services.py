@@ -1,10 +1,12 @@
 """JupyterLab and sshd are up, come back alone when they die, and runs do not notice."""
 
+import json
 import re
 import time
 
 import requests
 from conftest import Station, steps_on
+from jupyter import Client
 
 from tests.waiting import eventually
 
@@ -46,6 +48,25 @@ def test_killed_services_come_back_alone_and_training_goes_on(station: Station, 
         assert station.service_pid(other) == other_pid
         eventually("the service answers", lambda service=service: _answers(station, service))
     steps_on(station, endless_run)
+
+
+def test_jupyterlab_deletes_at_once_and_ends_unused_kernels_after_a_day(station: Station) -> None:
+    """A trash would free nothing, and a run's gigabytes would be copied into the home volume."""
+    station.dev("bash", "-c", "mkdir -p projects/gone/deep && echo >projects/gone/deep/file")
+    Client(station).request("DELETE", "/api/contents/projects/gone")
+    assert not (station.folder / "projects" / "gone").exists()
+    assert station.dev("ls", "/home/dev/.local/share/Trash", check=False).returncode != 0
+    for hours, seconds in (("", 86400), ("2", 7200), ("0", 0)):
+        shown = station.dev("env", f"KERNEL_IDLE_HOURS={hours}", "jupyter", "lab", "--show-config-json").stdout
+        assert json.loads(shown)["MappingKernelManager"] == {"cull_idle_timeout": seconds, "cull_connected": True}
+
+
+def test_commands_that_cannot_work_inside_name_the_stations_way(station: Station) -> None:
+    for command in ("apt-get install ffmpeg", "apt install ffmpeg", "sudo ls", "conda install numpy"):
+        done = station.ssh(command, check=False)
+        assert done.returncode == 1 and done.stderr.startswith(f"{command.split()[0]}: ")
+        assert "pip install NAME" in done.stderr and 'EXTRA_APT="NAME"' in done.stderr
+    assert "apt" in station.root("apt-get", "--version").stdout  # who builds on this image is root
 
 
 def _answers(station: Station, service: str) -> bool:

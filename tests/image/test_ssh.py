@@ -158,6 +158,7 @@ def test_a_root_owned_checkout_works_as_a_user_the_host_does_not_know(make_stati
     # a person works in copies of the course, and in notebooks of their own
     name, contents = "01-the-station.ipynb", f"{mine.url}/api/contents"
     content = session.get(f"{contents}/{opens}/{name}").json()["content"]
+    assert not any(cell.get("outputs") for cell in content["cells"]), "they would look like the person's own"
     body = {"type": "notebook", "format": "json", "content": content}
     content["cells"][0]["source"] += " mine"
     assert session.put(f"{contents}/{opens}/{name}", json=body).ok

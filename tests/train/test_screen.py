@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from typing import TYPE_CHECKING
 
@@ -46,6 +47,11 @@ def test_a_task_with_letters_of_its_own_is_trained_in_an_ascii_locale_and_its_lo
     (station.folder / "größe.py").write_text(task, encoding="utf-8")
     station.ok("launch", "größe.py", "--name", "a", "--steps", 2, "--follow", env=STRICT)
     assert "größer →" in (station.runs / "a" / "logs" / "attempt-1" / "rank0.log").read_text(encoding="utf-8")
+
+
+def test_a_log_line_that_quotes_a_users_name_steers_no_terminal() -> None:
+    line = logging.makeLogRecord({"msg": "accuracy\x1b]0;owned\x07 %s\nnext", "args": ("\x9b2J",)})
+    assert screen.PlainLines().format(line) == "accuracy?]0;owned? ?2J\nnext"
 
 
 LONG = "x" * 300

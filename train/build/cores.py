@@ -23,17 +23,27 @@ _MOST_LOADERS = 8
 
 
 def usable(root: Path = Path("/")) -> float:
-    """Return the cores that affinity and the control group's quota (version 2) allow; may be less than one.
+    """Return the cores that affinity and the control group's quota allow; may be less than one.
 
     Args:
         root: the folder under which /sys is found.
     """
     cores = float(len(os.sched_getaffinity(0)))
     with contextlib.suppress(OSError, ValueError):
-        quota, period = (root / "sys/fs/cgroup/cpu.max").read_text(encoding="ascii").split()  # "max 100000"
+        quota, period = _quota(root / "sys/fs/cgroup")
         if int(quota) > 0 and int(period) > 0:
             cores = min(cores, int(quota) / int(period))
     return cores
+
+
+def _quota(folder: Path) -> tuple[str, str]:
+    """Return the microseconds of processor time per period, and the period, by cgroup version 2 or 1."""
+    if (folder / "cpu.max").exists():
+        quota, period = (folder / "cpu.max").read_text(encoding="ascii").split()  # "max 100000"
+        return quota, period
+    names = ("cpu.cfs_quota_us", "cpu.cfs_period_us")  # -1: none
+    quota, period = ((folder / "cpu" / name).read_text(encoding="ascii").strip() for name in names)
+    return quota, period
 
 
 def per_rank(ranks: int) -> int:

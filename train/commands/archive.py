@@ -64,7 +64,7 @@ def run(options: Namespace, runs: Path) -> int:
         )
     file = shlex.quote(str(target))
     screen.say(f"wrote {target}, {format.size(target.stat().st_size)}; to resume on another machine that has the data:")
-    screen.say(f"  mkdir -p runs && tar -xkf {file} -C runs && train resume {found.name}")
+    screen.say(f"  mkdir -p runs && tar -xkof {file} --no-same-permissions -C runs && train resume {found.name}")
     return EXIT_FINISHED
 
 
@@ -81,6 +81,7 @@ def _checked(member: tarfile.TarInfo) -> tarfile.TarInfo | None:
         return None
     if not (member.isreg() or member.isdir() or member.islnk()):
         raise Refused(f"{member.name} is a link or a special file; replace it by a plain file")
+    member.mode &= 0o777  # no program of another user that would run with the rights of who unpacks it
     member.uid = member.gid = 0
     member.uname = member.gname = ""
     return member

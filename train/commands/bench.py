@@ -11,6 +11,7 @@ from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
+from .. import screen
 from ..errors import EXIT_FINISHED, Refused
 from ..parallel.rank_env import is_under_torchrun
 from .completion_values import task_names
@@ -84,7 +85,7 @@ def run(options: Namespace, runs: Path) -> int:
                 folder.rmdir()
         raise
     if os.environ.get("RANK", "0") == "0":  # under torchrun all ranks measure, and rank 0 prints
-        print(text)
+        print("\n".join(map(screen.printable, text.split("\n"))))
     return EXIT_FINISHED
 
 

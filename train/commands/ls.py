@@ -20,7 +20,7 @@ from ..launcher import tmux
 from ..run import states
 from ..run.best import aim_of
 from ..run.metrics import last_evaluation
-from ..run.record import Record
+from ..run.record import FORMAT, Record
 from ..run.run_folder import Run
 from ..run.spec import spec_of
 from ..views.listing import COLUMNS, listing, value
@@ -93,8 +93,9 @@ def run(options: Namespace, runs: Path) -> int:
         records = in_states(options.state, records)
     records = _ordered(records, options.sort, limit, options.reverse)
     if options.csv:
-        rows = [[value(record, column, repr) for column in columns] for record in records]
-        csv.writer(sys.stdout, lineterminator="\n").writerows([columns, *rows])
+        rows = [columns, *([value(record, column, repr) for column in columns] for record in records)]
+        plain = ([screen.printable(one) if isinstance(one, str) else one for one in row] for row in rows)
+        csv.writer(sys.stdout, lineterminator="\n").writerows(plain)
     else:
         print(
             json.dumps(records, indent=1, default=str)
@@ -108,8 +109,9 @@ def _launching(runs: Path, names: list[str]) -> dict[str, Record]:
     """Return the records of runs of these names whose launch is still being checked, by name."""
     return {
         name: {
-            "name": name, "state": states.CHECKING, "created": began, "started": None, "step": 0, "epoch": 0,
-            "attempts": [], "stopped_by": None, "reason": f"its launch is being checked; end it: train stop {name}",
+            "format": FORMAT, "name": name, "state": states.CHECKING, "created": began, "started": None, "step": 0,
+            "epoch": 0, "attempts": [], "stopped_by": None,
+            "reason": f"its launch is being checked; end it: train stop {name}",
         }
         for name, began in tmux.checking(runs).items()
         if any(fnmatch.fnmatchcase(name, given) for given in names)

@@ -198,6 +198,9 @@ class Checkpoint:
 class Log:
     every_steps: Changeable[Count] = 10
     """Steps between two lines in metrics.jsonl and TensorBoard."""
+    max: Changeable[Annotated[int, Field(ge=0, le=2**40)]] = 256
+    """Maximum MB of the log of each rank and attempt. Of a longer one, the middle is removed. 0: no limit. Scripts have
+    this field, too."""
     samples: Changeable[bool] = False
     """true: write the dataset index of every used sample to samples.rank*.log."""
     tensorboard: Changeable[bool] = True

@@ -12,7 +12,6 @@ import dataclasses
 import io
 import json
 import os
-import sys
 import tarfile
 import zipfile
 from collections.abc import Callable, Iterator
@@ -23,6 +22,7 @@ from typing import Any
 import numpy as np
 from torch.utils.data import Dataset
 
+from .. import screen
 from ..errors import Refused, may_pass
 from ..run.durable import write_atomically
 from ..run.ownership import state_folder
@@ -161,7 +161,7 @@ def _index_of(files: list[Path]) -> _Index:
         with contextlib.suppress(OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile), np.load(file) as kept:
             if str(kept["about"]) == about:
                 return _Index(*(kept[field.name] for field in dataclasses.fields(_Index)))
-    print(f"{folder}: indexing {len(files)} tar file{'s' if len(files) > 1 else ''}, once", file=sys.stderr, flush=True)
+    screen.say(f"{folder}: indexing {len(files)} tar file{'s' if len(files) > 1 else ''}, once")
     index = _made_index(files)
     packed = io.BytesIO()
     np.savez(packed, about=about, **vars(index))
@@ -171,7 +171,7 @@ def _index_of(files: list[Path]) -> _Index:
                 file.parent.mkdir(parents=True, exist_ok=True)
             write_atomically(file, packed.getvalue())
             return index
-    print(f"{candidates[0]} cannot be written, so the index is made again at every start", file=sys.stderr, flush=True)
+    screen.say(f"{candidates[0]} cannot be written, so the index is made again at every start")
     return index
 
 

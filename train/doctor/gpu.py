@@ -113,7 +113,7 @@ def _count(machine: Machine, gpus: list[SmiGpu]) -> Finding:
 
 
 def _driver(tree: xml.Element) -> Finding:
-    version, cuda = (tree.findtext("driver_version") or "?").strip(), (tree.findtext("cuda_version") or "?").strip()
+    version, cuda = _version(tree, "kmd_version", "driver_version"), _version(tree, "cuda_umd_version", "cuda_version")
     found = re.match(r"\d+", version)
     if not found:
         return warning("driver", f"unreadable version: {version}", "nvidia-smi")
@@ -121,6 +121,12 @@ def _driver(tree: xml.Element) -> Finding:
         seen = f"{version} is too old: CUDA 12 needs {DRIVER} or newer"
         return problem("driver", seen, "sudo apt-get install nvidia-driver && sudo reboot")
     return ok("driver", f"{version}, for CUDA up to {cuda} (PyTorch and the 12.1 compiler need {DRIVER} or newer)")
+
+
+def _version(tree: xml.Element, *names: str) -> str:
+    """Return the first of these fields with a version. Drivers from 610 on have new names."""
+    found = ((tree.findtext(name) or "").strip() for name in names)
+    return next((text for text in found if text[:1].isdigit()), tree.findtext(names[-1]) or "?")
 
 
 def _kernels(machine: Machine, gpus: list[SmiGpu]) -> Iterator[Finding]:

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from pathlib import Path
 from typing import TextIO
 
-from .. import screen
+from .. import format, screen
 from ..format import figure, figures
 from ..run import metrics
 from ..run.progress_lines import EVERY, Folding
 from ..run.record import Record
 from ..run.run_folder import Run
 from ..screen import Bar
+
+_MOST_SHOWN = 1 << 18
+"""Maximum number of bytes of a log to print at once on a terminal."""
 
 
 class LogTail:
@@ -23,19 +27,25 @@ class LogTail:
 
     Args:
         every: Seconds between two prints of a line that is still redrawn. None: the log is not followed, print it once.
+        most: Maximum number of bytes to print at once, because a terminal is slower than a disk. 0: no limit.
     """
 
-    def __init__(self, path: Path, stream: TextIO, every: float | None = EVERY) -> None:
-        self.path, self._stream, self._at = path, stream, 0
+    def __init__(self, path: Path, stream: TextIO, every: float | None = EVERY, most: int = 0) -> None:
+        self.path, self._stream, self._at, self._most = path, stream, 0, most
         self._folding = None if every is not None and stream.isatty() else Folding(every)
 
     def update(self) -> None:
         """Print what is new since the last call."""
         with contextlib.suppress(FileNotFoundError), self.path.open("rb") as file:
+            size = file.seek(0, os.SEEK_END)  # to here: a rank may write faster than this prints
+            self._at = min(self._at, size)  # the agent has removed the middle (log_limit.py)
+            if self._most and size - self._at > self._most:
+                skipped, self._at = size - self._most - self._at, size - self._most
+                self._put(f"\n[{format.size(skipped)} of output are not shown here; train logs shows them]\n".encode())
             file.seek(self._at)
             text = None
             while text != b"":  # the folding gets b"" too: a line about a redrawn one may be due
-                text = file.read(1 << 16)
+                text = file.read(min(1 << 16, size - file.tell()))
                 self._put(self._folding.feed(text) if self._folding else text)
             self._at = file.tell()
 
@@ -98,5 +108,5 @@ class LiveView:
         if self._log is None or self._log.path != path:
             if self._log is not None:
                 self._log.end()
-            self._log = LogTail(path, self.stream)
+            self._log = LogTail(path, self.stream, most=_MOST_SHOWN if self.stream.isatty() else 0)
         self._log.update()

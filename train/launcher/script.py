@@ -13,7 +13,7 @@ from typing import Any
 
 from ..errors import Refused
 from ..gpus import seen_here
-from ..run import imports, owner
+from ..run import imports, log_limit, owner
 from ..run.run_folder import Run
 from ..run.spec import read_spec, spec_of
 from ..supervise import programs, script_command
@@ -195,7 +195,7 @@ def check_readable(path: Path, what: str, remedy: str = "") -> None:
 
 
 def watch_flags(flags: dict[str, str]) -> dict[str, Any]:
-    """Return the limits of a script's run from `--watch.NAME VALUE`.
+    """Return the limits of a script's run from `--watch.NAME VALUE` and `--log.max MB`.
 
     Raises:
         Refused: another field, or a wrong value.
@@ -203,6 +203,6 @@ def watch_flags(flags: dict[str, str]) -> dict[str, Any]:
     from .. import config
 
     for name in flags:
-        if not name.startswith("watch."):
+        if not name.startswith("watch.") and name != log_limit.FIELD:
             raise Refused(f"--{name} is for tasks, not for scripts; put arguments of the script after --")
     return {name.removeprefix("watch."): value for name, value in config.check_flags(flags).items()}

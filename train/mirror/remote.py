@@ -8,9 +8,11 @@ import hashlib
 import json
 import threading
 from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from typing import Any, BinaryIO
 
 from ..errors import Refused, one_line
+from . import local
 
 OWNER = "owner.json"
 """Names the run that writes to a folder, and the process of which run folder may write."""
@@ -68,9 +70,12 @@ class Remote:
             raise Refused(f"{url}: there is no protocol {protocol}://; use {known}") from None
         self._fs, root = fsspec.core.url_to_fs(url)
         self._root = str(root).rstrip("/")
+        self._is_local = bool(getattr(self._fs, "local_file", False))
 
     def names(self) -> dict[str, int]:
         """Return every file below the folder with its size; {} if there is no folder."""
+        if self._is_local:
+            return local.sizes(Path(self._root))
         self._fs.invalidate_cache()
         try:
             found = self._fs.find(self._root, detail=True)
@@ -81,12 +86,13 @@ class Remote:
 
     def read(self, name: str) -> bytes:
         """Return the content of a small file."""
-        self._fs.invalidate_cache()
-        return bytes(self._fs.cat_file(f"{self._root}/{name}"))
+        return b"".join(self.pieces(name))
 
     def pieces(self, name: str) -> Iterator[bytes]:
         """Yield the content of a file of any size."""
-        with self._fs.open(f"{self._root}/{name}", "rb") as file:
+        self._fs.invalidate_cache()
+        path = f"{self._root}/{name}"
+        with local.opened(Path(self._root), name) if self._is_local else self._fs.open(path, "rb") as file:
             while piece := file.read(_PIECE):
                 self._beat()
                 yield piece

@@ -47,10 +47,38 @@ _OF_PROCESS = re.compile(
 """Names of variables that describe a session, a job or a rank. They are not kept: they would be wrong later."""
 _FOUND_BY_TORCH = re.compile(r"TORCHINDUCTOR_CACHE_DIR=.*/torchinductor_[^/]*")
 """A value that torch sets by itself when its compiler is imported (from 2.11 on in every process that trains)."""
-_SECRET = re.compile(r"(?i)(?!NCCL_|UCX_).*(SECRET|PASSWORD|PASSWD|PASSPHRASE|(TOKEN|KEY)S?\d*(_|$))")
+_SECRET = re.compile(
+    r"""(?xi) (?!NCCL_|UCX_) .* (
+        SECRET | PASSWORD | PASSWD | PASSPHRASE | BEARER | COOKIE | WEBHOOK | AUTHORIZATION | SIGNATURE
+        | (TOKEN | KEY | JWT)S?\d* (_|$)
+        | (^|_|(?-i:(?<=[a-z])(?=[A-Z]))) (PWD | PAT | CRED | DSN | SIG | SAS | OTP)S?\d* $
+        | (?<!COM)(?<!BY) PASS\d* $
+        | (^|_|(?-i:(?<=[a-z])(?=[A-Z]))) AUTH (_|$)
+        | CREDENTIALS? (?!S|_FILE)
+    )"""
+)
 """Names of secrets. In NCCL_IB_PKEY the key is a partition of InfiniBand."""
-_PASSWORD = re.compile(r"(^|//)[^\s/:@]*:[^\s/]+@[\w.\[-]")
-"""The part of an address with a password: http://user:password@host, or user:password@host."""
+_NO_SECRET = frozenset({"GOOGLE_APPLICATION_CREDENTIALS"})
+"""Names that read like secrets, but hold the path of a file."""
+_PASSWORD = re.compile(
+    r"""(?xi)
+    (^|//) [^\s/:@]* : [^\s/]+ @ [\w.\[-]  # user:password@host
+    | (?<!\w) (?!(\w+\+)?ssh: | sftp: | rsync:) [a-z][a-z0-9+.-]* :// [^\s/@]+ @ [\w.\[-]  # http://token@host
+    # https://host/file?sig=…, and strings that open a connection: Server=a;Password=b
+    | [?&] [\w-]* (sig | signature | token | key | secret | password | credential | auth | code) = [^&\s]
+    | (^|[;\s]) \w* (password | passwd | pwd | secret | api_?key | accesskey | accountkey | signature | token) = [^;\s]
+    # addresses that are secrets themselves
+    | ://hooks?\. | ://[^\s/]* webhook | ://[^\s]* /webhooks?/ | ://[^\s/]+/services/T\w+/B\w+/
+    # what services hand out begins like this
+    | (?-i: (?<!\w) (
+        gh[oprsu]_\w{20} | github_pat_ | glpat- | hf_\w{20} | sk-[\w-]{20} | xox[a-z]- | A[KS]IA[0-9A-Z]{16}
+        | AIza[\w-]{30} | ya29\. | eyJ[\w-]+\.eyJ | npm_\w{30} | pypi-Ag | dop_v1_
+    ))
+    | ^\s* (bearer | basic | token) \s+ \S{8} | authorization: | -----BEGIN\ [A-Z ]*PRIVATE\ KEY
+    | "(private_key | client_secret | refresh_token | auths? | password | secret)" \s* :
+    """
+)
+"""Values that are secrets or contain one, whatever their name."""
 _WORD = re.compile(rb"[A-Za-z_][A-Za-z0-9_]*")
 _NAMES = 12
 """Maximum number of names in a warning."""
@@ -76,9 +104,9 @@ class SavedEnvironment:
 
 
 def is_secret(name: str, value: str) -> bool:
-    """Whether a variable is a secret, by its name (WANDB_API_KEY, but not TOKENIZERS_PARALLELISM), or contains one: an
-    address with a password."""
-    return bool(_SECRET.match(name) or _PASSWORD.search(value))
+    """Whether a variable is a secret, by its name (WANDB_API_KEY, but not TOKENIZERS_PARALLELISM), or contains one, by
+    the shape of its value: an address with a password, for example."""
+    return bool((_SECRET.match(name) and name not in _NO_SECRET) or _PASSWORD.search(value))
 
 
 def check_names(names: Iterable[str], environ: Mapping[str, str]) -> None:

@@ -99,6 +99,7 @@ class OutputReader:
     def lines(self, is_last: bool) -> Iterator[Line]:
         new = b""
         with contextlib.suppress(OSError), self._path.open("rb") as file:
+            self._at = min(self._at, file.seek(0, os.SEEK_END))  # the middle may have been removed (log_limit.py)
             file.seek(self._at)
             new = file.read()
             self._at = file.tell()

@@ -12,6 +12,7 @@ import os
 import pwd
 import secrets
 import stat
+from collections.abc import Iterator
 from pathlib import Path
 
 from ..errors import Refused
@@ -25,6 +26,8 @@ _EXECUTED = (
     "job.sbatch", "job.yaml", "checkpoints",
 )  # fmt: skip
 """Files of a run folder that are code, or decide which code a command runs."""
+_LINKS = 40
+"""Maximum number of links on the way to a file, as in Linux."""
 _kept: list[Run] = []
 """Run folders to keep open until this process ends, because modules are imported through them."""
 
@@ -77,14 +80,35 @@ def check_program(path: Path) -> None:
     """Refuse to execute, as root, a file in a station's checkout that users of the station can change.
 
     Raises:
-        Refused: it is such a file, or its folder, from which it would import modules, is such a folder.
+        Refused: such a user owns the file, a folder on the way to it (it would import modules from there), or a link.
     """
-    where = _station(path) if os.geteuid() == 0 else None
-    for one in (path, path.parent) if where is not None else ():
+    for one in _way_to(path) if os.geteuid() == 0 else ():
+        where = _station(one)
         with contextlib.suppress(OSError):
-            if uid := one.stat().st_uid:
+            if where is not None and (uid := one.lstat().st_uid):
                 way = f"use {where}/scripts/train, or a copy outside of this checkout"
                 raise Refused(f"{one} belongs to {name_of(uid)}, whose code root must not run; {way}")
+
+
+def _way_to(path: Path) -> Iterator[Path]:
+    """Yield everything that the system looks at to open a path: folders, links, and what the links lead to."""
+    here, left, links = Path("/"), [*path.absolute().parts[1:]], 0
+    while left:
+        part = left.pop(0)
+        if part == "..":
+            here = here.parent
+            continue
+        yield here / part
+        try:
+            target = (here / part).readlink()
+        except OSError:  # no link
+            here = here / part
+            continue
+        links += 1
+        if links > _LINKS:
+            return
+        here = Path("/") if target.is_absolute() else here
+        left = [*(part for part in target.parts if part != "/"), *left]
 
 
 def opened(run: Run) -> Run:

@@ -20,7 +20,8 @@ from typing import Any
 from .. import faults, screen, signals
 from ..errors import EXIT_FAILED, Refused, one_line
 from ..mirror.process import Mirror
-from ..run import metrics, outcome, run_folder, states
+from ..run import log_limit, metrics, outcome, run_folder, states
+from ..run.log_limit import LogLimit
 from ..run.outcome import Outcome
 from ..run.record import Record
 from ..run.run_folder import Run
@@ -179,6 +180,14 @@ def _read_stop_file(run: Run, stop: signals.StopRequest, is_for_all: bool = Fals
         stop.ask(states.BY.get(wanted, signals.USER), states.WHO.get(wanted, wanted), now=wanted == states.NOW)
 
 
+def _log_limit(run: Run, spec: Spec, attempt: int, ranks: list[int]) -> LogLimit:
+    """Return what limits the logs of these ranks, by the field `log.max` of a task or a script."""
+    from ..config.schema import Log
+
+    most = {**spec.config, **spec.watch}.get(log_limit.FIELD, Log.max)
+    return LogLimit([run.logs(attempt) / f"rank{rank}.log" for rank in ranks], log_limit.MB * int(most))
+
+
 def pids(ranks: list[int]) -> dict[str, Any]:
     """Return the process ids of an attempt, in the form of run.json."""
     return {"agent": os.getpid(), "ranks": ranks}
@@ -275,7 +284,9 @@ class Supervisor:
         """Start the ranks and watch them until all have ended."""
         ranks = self.ranks
         ranks.start(self.spec, attempt)
-        watch = self._program.health(self.run, self.spec, attempt=attempt, ranks=ranks.numbers, kill=ranks.end_peer)
+        numbers = [rank_env.rank for rank_env in ranks.rank_envs]
+        watch = self._program.health(self.run, self.spec, attempt=attempt, ranks=numbers, kill=ranks.end_peer)
+        logs = _log_limit(self.run, self.spec, attempt, numbers)
         note_at, is_asked = 0.0, False
         while True:
             self.note_stops()
@@ -290,12 +301,14 @@ class Supervisor:
                 ranks.signal(signal.SIGTERM)
                 is_asked = True
             watch.look(ranks.living, ranks.pids, ranks.exits, self.stop.asked)
+            logs.look()
             self._mirror.look()
             self.show()
             if ranks.wait():
                 break
         self._hang = watch.hang
         watch.close()
+        logs.cut()
 
     def note_stops(self) -> None:
         """Read stop requests from the file and from Ctrl-C: the first saves and stops the run, a second ends it."""

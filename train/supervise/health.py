@@ -20,6 +20,7 @@ from typing import Any, ClassVar
 
 import psutil
 
+from ..errors import one_line
 from ..run import heartbeat
 from ..run.heartbeat import Beat
 from . import last_words
@@ -49,6 +50,8 @@ _STOOD_STILL = 10.0
 or a sleeping machine. Such silence is not a hang."""
 _SPYING = 20.0
 """Seconds py-spy gets to write the stacks of a script's ranks."""
+_MAY_SPY = "to allow it, as root on the host: sysctl kernel.yama.ptrace_scope=0; in a container: --cap-add SYS_PTRACE"
+"""How py-spy gets to read another process."""
 _LOOK_EVERY = 2.0
 _SHARE = 0.01
 """Share of one CPU. Threads that only wait (progress bars, watchdogs, a store's keep-alive) use less."""
@@ -321,18 +324,26 @@ class ScriptHealth(TaskHealth):
     def _write_stacks(self, pids: Mapping[int, int]) -> None:
         """Write the stack of each of these ranks into a file, by py-spy if it is installed and allowed."""
         spy = shutil.which("py-spy") or shutil.which("py-spy", path=str(Path(sys.executable).parent))
-        spies, null = [], subprocess.DEVNULL
+        spies: list[tuple[int, subprocess.Popen[bytes]]] = []
+        null = subprocess.DEVNULL
         for rank, pid in pids.items():
             with contextlib.suppress(OSError), (self._logs / f"rank{rank}.stack.txt").open("wb") as file:
                 command = [spy or "py-spy", "dump", "--pid", str(pid)]
-                spies.append(subprocess.Popen(command, stdin=null, stdout=file, stderr=null))
+                try:
+                    spies.append((rank, subprocess.Popen(command, stdin=null, stdout=file, stderr=subprocess.PIPE)))
+                except OSError as error:
+                    file.write(f"no stack: py-spy cannot be started ({error.strerror}): pip install py-spy\n".encode())
         until = time.monotonic() + _SPYING
-        for process in spies:
+        for rank, process in spies:
             try:
-                process.wait(max(until - time.monotonic(), 0.0))
+                said = process.communicate(timeout=max(until - time.monotonic(), 0.0))[1]
             except subprocess.TimeoutExpired:
                 process.kill()
-                process.wait()
+                said = process.communicate()[1]
+            if process.returncode:
+                text = f"no stack: py-spy failed ({one_line(said.decode(errors='replace'))}); {_MAY_SPY}\n"
+                with contextlib.suppress(OSError):
+                    (self._logs / f"rank{rank}.stack.txt").write_text(text, encoding="utf-8")
 
 
 def family(pids: Iterable[int]) -> list[psutil.Process]:

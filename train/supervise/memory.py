@@ -1,12 +1,14 @@
 """Out of memory: whether the kernel has killed a process, at which limit, and what to do. Imports no torch.
 
-The kernel kills with a plain SIGKILL; only `memory.events` of a control group (cgroup version 2) shows the reason. The
+The kernel kills with a plain SIGKILL; only a counter of the control group shows the reason (cgroup version 2, and
+version 1, which an engine without systemd uses). The
 doctor reads limits with this module on machines whose Python may be 3.8: `limits` and `size` must run there.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import re
 import resource
@@ -36,34 +38,88 @@ _LOOK_EVERY = 30.0
 """Seconds between two looks at the counters: enough for a killed process to end and its death to be noticed."""
 
 
-def group(process: Path = Path("/proc/self"), top: Path = Path("/sys/fs/cgroup")) -> Path | None:
-    """Return the folder of a process's control group; None without cgroup version 2.
+@dataclasses.dataclass(frozen=True)
+class _Names:
+    """Names of files in a control group, and of lines in them."""
+
+    limit: str
+    used: str
+    kills: str
+    """The file with the line `oom_kill N`."""
+    cached: str
+    """The line of memory.stat with the file cache, which the kernel frees on demand."""
+
+
+_NAMES = (
+    _Names("memory.max", "memory.current", "memory.events", "inactive_file"),
+    _Names("memory.limit_in_bytes", "memory.usage_in_bytes", "memory.oom_control", "total_inactive_file"),
+)
+"""Names in cgroup version 2, and in version 1."""
+_NO_LIMIT = 2**60
+"""Bytes from which on a limit is none. Version 1 writes the largest number of pages."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Group:
+    """The control group of a process."""
+
+    folder: Path
+    top: Path
+    """The highest group that this process sees."""
+    names: _Names
+
+    def around(self) -> list[Path]:
+        """Return its folder and those of the groups around it."""
+        above = [one for one in self.folder.parents if one == self.top or self.top in one.parents]
+        return [self.folder, *above]
+
+    def limits(self) -> dict[Path, int]:
+        """Map it and the groups around it to their limits in bytes, if they have one."""
+        found = {}
+        for one in self.around():
+            with contextlib.suppress(OSError, ValueError):  # `max` means no limit
+                found[one] = int((one / self.names.limit).read_text())
+        return {one: limit for one, limit in found.items() if limit < _NO_LIMIT}
+
+    def left(self) -> list[int]:
+        """Return the bytes that are free in each of these groups."""
+        free = []
+        for folder, limit in self.limits().items():
+            cached = _counter(folder / "memory.stat", self.names.cached)
+            with contextlib.suppress(OSError):
+                free.append(max(limit - int((folder / self.names.used).read_text()) + cached, 0))
+        return free
+
+    def kills(self) -> int:
+        """Return how many processes the kernel has killed in it."""
+        return _counter(self.folder / self.names.kills, "oom_kill")
+
+
+def _group(process: Path, top: Path) -> _Group | None:
+    """Return the control group of a process that limits its memory; None if there is none.
 
     Args:
         process: The process's folder in /proc.
         top: Mount point of the control groups.
     """
     try:
-        lines = (process / "cgroup").read_text().splitlines()
+        rows = [line.split(":", 2) for line in (process / "cgroup").read_text().splitlines()]
     except OSError:
         return None
-    path = next((line[3:] for line in lines if line.startswith("0::")), None)
-    if path is None or not (top / "cgroup.controllers").exists():
+    is_second = (top / "cgroup.controllers").exists()
+    top = top if is_second else top / "memory"
+    path = next((row[2] for row in rows if (row[0] == "0" if is_second else "memory" in row[1].split(","))), None)
+    if path is None or not top.is_dir():
         return None
     folder = top / path.lstrip("/")
     # a container sees only its own group
-    return folder if ".." not in path and folder.is_dir() else top
+    return _Group(folder if ".." not in path and folder.is_dir() else top, top, _NAMES[0 if is_second else 1])
 
 
 def limits(process: Path = Path("/proc/self"), top: Path = Path("/sys/fs/cgroup")) -> dict[Path, int]:
     """Map the control group of a process and its parents to their memory limits in bytes, if they have one."""
-    folder, found = group(process, top), {}
-    for one in [folder, *folder.parents] if folder is not None else []:
-        with contextlib.suppress(OSError, ValueError):  # `max` means no limit
-            found[one] = int((one / "memory.max").read_text())
-        if one == top:
-            break
-    return found
+    group = _group(process, top)
+    return group.limits() if group is not None else {}
 
 
 def _counter(path: Path, name: str) -> int:
@@ -82,12 +138,12 @@ class Kills:
     """
 
     def __init__(self, process: Path = Path("/proc/self"), top: Path = Path("/sys/fs/cgroup")) -> None:
-        self._place, self._group = (process, top), group(process, top)
+        self._place, self._group = (process, top), _group(process, top)
         self._before = self._last = self._count()
         self._looked = time.monotonic()
 
     def _count(self) -> int:
-        return _counter(self._group / "memory.events", "oom_kill") if self._group is not None else 0
+        return self._group.kills() if self._group is not None else 0
 
     @property
     def is_due(self) -> bool:
@@ -127,10 +183,8 @@ def left(process: Path = Path("/proc/self"), top: Path = Path("/sys/fs/cgroup"))
     """Return the bytes of memory that a process can still get, by its control groups and the machine's free memory."""
     lines = Path("/proc/meminfo").read_text().splitlines()
     free = [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]
-    for folder, limit in limits(process, top).items():
-        files = _counter(folder / "memory.stat", "inactive_file")  # file cache, which the kernel frees on demand
-        with contextlib.suppress(OSError):
-            free.append(max(limit - int((folder / "memory.current").read_text()) + files, 0))
+    group = _group(process, top)
+    free += group.left() if group is not None else []
     return min(free, default=2**60)
 
 

@@ -117,7 +117,7 @@ def _reason_of(error: BaseException, run: Run) -> str:
 def log_to(stream: Any) -> None:
     """Log plain lines to a stream; warnings of libraries are unchanged."""
     handler = logging.StreamHandler(stream)
-    handler.setFormatter(logging.Formatter("%(message)s"))
+    handler.setFormatter(screen.PlainLines())
     log.addHandler(handler)
     log.setLevel(logging.INFO)
     log.propagate = False
@@ -251,7 +251,7 @@ def keep_log(logs: Path, rank: int) -> None:
     """Also write this process's log lines into the log of its rank."""
     logging.raiseExceptions = False  # if the disk fails, print the lines without a traceback for each
     handler = logging.FileHandler(logs / f"rank{rank}.log", encoding="utf-8")
-    handler.setFormatter(logging.Formatter("%(message)s"))
+    handler.setFormatter(screen.PlainLines())
     log.addHandler(handler)
 
 

@@ -13,7 +13,7 @@ from .. import screen
 from ..errors import shortened
 from ..format import ago, duration, figure, figures
 from ..mirror import state as mirror
-from ..run import metrics
+from ..run import environment, metrics
 from ..run.best import best, best_steps
 from ..run.record import Attempt, Record
 from ..run.run_folder import Run, seconds_of
@@ -227,6 +227,8 @@ def story(run: Run, record: Record, spec: Spec) -> str:
         return _wrapped(lines)
     for label, value in facts(run, record, spec):
         line(label, value)
+    if (saved := environment.read(run.folder)) is not None and saved.withheld:
+        line("not kept", f"secrets: {', '.join(saved.withheld)}")
     lines += _attempts(record)
     if not programs.of(spec).reports_steps(record["attempts"]):
         line("steps redone", "-")

@@ -116,15 +116,18 @@ def test_a_run_whose_copy_of_modules_was_changed_does_not_go_on_by_itself(here: 
 def test_an_archive_holds_the_run_alone_and_its_owner_alone_reads_it(here: Station, tmp_path: Path) -> None:
     (here.run("whole").checkpoints / ".partial-9").mkdir()
     (here.runs / "whole" / "stop").touch()
+    (here.runs / "whole" / "logs" / "program").touch()
+    (here.runs / "whole" / "logs" / "program").chmod(0o6755)
     target = tmp_path / "a b.tar"
     done = here.ok("archive", "whole", "--to", target)
-    assert done.stdout == "" and f"tar -xkf '{target}' -C runs && train resume whole" in done.stderr
+    assert done.stdout == ""
+    assert f"tar -xkof '{target}' --no-same-permissions -C runs && train resume whole" in done.stderr
     with tarfile.open(target) as tar:
         members = {member.name: member for member in tar.getmembers()}
     left_out = {"whole/checkpoints/.partial-9", "whole/stop"}
     present = {str(path.relative_to(here.runs)) for path in (here.runs / "whole").rglob("*")}
     assert members.keys() == {"whole", *present} - left_out and "whole/checkpoints/step-00000016/.metadata" in members
-    assert {(member.uid, member.uname) for member in members.values()} == {(0, "")}
+    assert {(member.uid, member.uname, member.mode & 0o7000) for member in members.values()} == {(0, "", 0)}
     assert target.stat().st_mode & 0o777 == 0o600
 
 

@@ -103,6 +103,16 @@ def test_an_old_driver(tmp_path: Path) -> None:
     assert found(tmp_path, xml)["driver"].verdict == PROBLEM
 
 
+def test_a_driver_from_610_on_has_new_names_for_versions(tmp_path: Path) -> None:
+    xml = recorded("a5000.xml")
+    for name, new in (("driver", "kmd"), ("cuda", "cuda_umd")):
+        value = xml.partition(f"<{name}_version>")[2].partition("<")[0]
+        renamed = f"<{name}_version>[Deprecated]</{name}_version><{new}_version>6{value}</{new}_version>"
+        xml = xml.replace(f"<{name}_version>{value}</{name}_version>", renamed)
+    driver = found(tmp_path, xml, "8.6")["driver"]
+    assert driver.verdict == OK and driver.seen.startswith("6590.44.01, for CUDA up to 61")
+
+
 def test_a_card_that_the_wheel_has_no_kernels_for(tmp_path: Path) -> None:
     findings = found(tmp_path, recorded("blackwell.xml"), "12.0")
     assert findings["compute capability"].verdict == PROBLEM

@@ -115,6 +115,25 @@ def test_what_is_not_whole_is_left_out_and_named(tmp_path):
     assert [line for line in left_out if "step 3 is left out: a.distcp is missing" in line], left_out
 
 
+@pytest.mark.parametrize("kind", ["file", "folder", "run.json", "pipe"])
+def test_a_fetch_follows_no_link_of_another_user(tmp_path, kind):
+    """Root types it, and the mirror is a folder in which another user can write."""
+    run, url, secret = _run(tmp_path / "runs"), str(tmp_path / "away"), tmp_path / "secret"
+    Copier(run, url).copy()
+    secret.mkdir()
+    (secret / "key").write_text("secret")
+    place = tmp_path / "away" / {"file": "logs/key", "folder": "media", "run.json": "run.json", "pipe": "pipe"}[kind]
+    place.unlink(missing_ok=True)
+    place.parent.mkdir(exist_ok=True)
+    if kind == "pipe":
+        os.mkfifo(place)
+    else:
+        place.symlink_to(secret if kind == "folder" else secret / "key")
+    with pytest.raises(Refused, match=f"{place} is a link or no plain file"):
+        fetch(url, tmp_path / "elsewhere", None)
+    assert not [*tmp_path.glob("elsewhere/*")]
+
+
 def test_a_mirror_never_goes_back(tmp_path):
     run, url = _run(tmp_path / "runs"), str(tmp_path / "away")
     Copier(run, url).copy()

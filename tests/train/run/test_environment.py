@@ -88,6 +88,8 @@ def test_it_is_kept_readable_by_its_owner_alone_and_without_secrets_and_that_is_
     for file in (shows.runs / "a").rglob("*"):
         assert not file.is_file() or "hunter" not in file.read_text(errors="replace")
     assert seen(shows, 1)["MY_PASSWORD"] == "hunter2"
+    shown = " ".join(shows.ok("show", "a").stdout.split())
+    assert f"not kept secrets: {', '.join(sorted(WITHHELD))}" in shown
 
 
 @pytest.mark.minutes
@@ -155,6 +157,25 @@ def test_what_cannot_be_kept_is_refused(station: Station, flag: str, said: str) 
         ("NCCL_IB_PKEY", "1", False), ("A", "http://u:p@h:3128", True), ("A", "http://u:p@ss@h/x", True),
         ("A", "redis://:p@h", True), ("A", "u:p@proxy:3128", True), ("A", "a=http://h,b=http://v:q@i", True),
         ("A", "ssh://git@host/x", False), ("A", "http://h:80/a@b", False), ("A", "me@host", False),
+        ("DB_PASS", "a", True), ("dbPass", "a", True), ("GH_PAT", "a", True), ("BEARER", "a", True),
+        ("DBPASS", "a", True), ("BYPASS", "a", False),
+        ("COOKIE", "a", True), ("SESSION_COOKIES", "a", True), ("SENTRY_DSN", "a", True), ("BASIC_AUTH", "a", True),
+        ("MY_CREDENTIALS", "a", True), ("SLACK_WEBHOOK", "a", True), ("SIG", "a", True), ("SMTP_PWD", "a", True),
+        ("GOOGLE_APPLICATION_CREDENTIALS", "/a.json", False), ("AWS_SHARED_CREDENTIALS_FILE", "/a", False),
+        ("GOOGLE_APPLICATION_CREDENTIALS", '{"private_key": "a"}', True), ("PATTERN", "a", False),
+        ("PASSES", "3", False),         ("AUTHOR", "me", False), ("COMPASS", "a", False),
+        ("DATA_PATH", "/a", False), ("CONFIG", "a", False),
+        ("A", "http://token@proxy:3128", True), ("A", "https://h/f?v=1&sig=ab%2B", True),
+        ("A", "git+ssh://git@h/x", False),
+        ("A", "https://s3/f?X-Amz-Signature=ab", True), ("A", "https://h/f?version=2&page=key", False),
+        ("A", "https://hooks.slack.com/services/T0/B0/x", True), ("A", "https://discord.com/api/webhooks/1/a", True),
+        ("A", "host=db user=me password=x", True), ("A", "Endpoint=sb://h/;SharedAccessKey=a", True),
+        ("A", "AccountName=a;AccountKey=b==", True), ("A", "ghp_" + "a" * 36, True), ("A", "Bearer abcdefghij", True),
+        ("A", "eyJhbGciOiJ.eyJzdWIiOi.abc", True), ("A", "-----BEGIN RSA PRIVATE KEY-----", True),
+        ("A", "AKIA" + "A" * 16, True), ("A", "hf_" + "a" * 34, True), ("HF_HOME", "/home/hf_cache", False),
+        ("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True", False), ("NCCL_SOCKET_IFNAME", "=eth0", False),
+        ("LS_COLORS", "di=01;34:ln=01;36", False), ("A", "a8098c1a7a3b2bd1f1d2c3e4f5061728394a5b6c", False),
+        ("XLA_FLAGS", "--xla_key=3 --b=2", False), ("A", "s3://bucket/key=1/token=2", False),
     ],
 )  # fmt: skip
 def test_which_variables_are_secrets(name: str, value: str, expected: bool) -> None:

@@ -142,3 +142,11 @@ def test_root_runs_no_program_that_the_users_of_a_station_can_change(station: St
     os.chown(projects, OTHER, OTHER)  # whose modules it would import
     with pytest.raises(Refused, match="scripts/train"):
         owner.check_program(projects / "x.py")
+    for place, target in (("folder", projects), ("file.py", projects / "x.py"), ("link", station.folder / "folder")):
+        (station.folder / place).symlink_to(target)
+    outside = station.folder.parent / "outside"
+    outside.symlink_to(station.folder)
+    for path in ("folder/x.py", "file.py", "link/x.py", "folder/../projects/x.py"):
+        with pytest.raises(Refused, match="scripts/train"):
+            owner.check_program(outside / path)
+    outside.unlink()

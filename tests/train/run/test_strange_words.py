@@ -68,7 +68,8 @@ def lines_of(text: str) -> Iterator[str]:
 @pytest.mark.parametrize(
     ("command", "codes"),
     [
-        (["ls"], (0,)), (["show", "odd"], (0,)), (["show", "odd", "--json"], (0,)), (["top", "--once"], (0,)),
+        (["ls"], (0,)), (["ls", "--csv"], (0,)),
+        (["show", "odd"], (0,)), (["show", "odd", "--json"], (0,)), (["top", "--once"], (0,)),
         (["report", "odd"], (0,)), (["resume", "--all"], (0, 2)), (["show", "bad"], (2,)), (["rm", "odd*"], (0,)),
     ],
 )  # fmt: skip

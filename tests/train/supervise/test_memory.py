@@ -1,4 +1,4 @@
-"""Where the kernel says that it killed for lack of memory: control groups of version 2, as they lie on disk."""
+"""Where the kernel says that it killed for lack of memory: control groups of both versions, as they lie on disk."""
 
 from __future__ import annotations
 
@@ -45,7 +45,6 @@ def died_of_memory(kills: memory.Kills) -> bool:
 
 def test_the_groups_around_a_process_and_what_they_leave(tmp_path: Path, process: Path) -> None:
     slice_ = tmp_path / "user.slice"
-    assert memory.group(process, tmp_path) == slice_ / "run"
     assert memory.limits(process, tmp_path) == {slice_: 600 * MIB}
     assert memory.left(process, tmp_path) == 400 * MIB
     (slice_ / "memory.max").write_text("max\n")
@@ -59,8 +58,26 @@ def test_a_container_sees_its_own_group_alone(tmp_path: Path, process: Path, pat
     assert memory.limits(process, tmp_path) == {tmp_path: 100 * MIB}
 
 
-def test_without_version_2_nothing_is_known(tmp_path: Path, process: Path) -> None:
-    (process / "cgroup").write_text("4:memory:/docker/abc\n")
+def test_version_1_tells_the_same_in_other_files(tmp_path: Path) -> None:
+    """In a container: the path is that of the host, and the files lie at the top."""
+    top, process = tmp_path / "sys" / "memory", tmp_path / "proc"
+    top.mkdir(parents=True)
+    process.mkdir()
+    (process / "cgroup").write_text("7:cpuset:/\n4:memory:/docker/abc\n0::/\n")
+    (top / "memory.limit_in_bytes").write_text(f"{200 * MIB}\n")
+    (top / "memory.usage_in_bytes").write_text(f"{150 * MIB}\n")
+    (top / "memory.stat").write_text(f"inactive_file 1\ntotal_inactive_file {50 * MIB}\n")
+    (top / "memory.oom_control").write_text("oom_kill_disable 0\nunder_oom 0\noom_kill 0\n")
+    kills = memory.Kills(process, top.parent)
+    assert memory.limits(process, top.parent) == {top: 200 * MIB} and memory.left(process, top.parent) == 100 * MIB
+    (top / "memory.oom_control").write_text("oom_kill_disable 0\nunder_oom 0\noom_kill 1\n")
+    assert died_of_memory(kills) and "200 MiB" in str(kills.limit())
+    (top / "memory.limit_in_bytes").write_text("9223372036854771712\n")  # none
+    assert memory.limits(process, top.parent) == {}
+
+
+def test_without_control_groups_nothing_is_known(tmp_path: Path, process: Path) -> None:
+    (process / "cgroup").write_text("4:cpuset:/docker/abc\n")
     assert memory.limits(process, tmp_path) == {} and memory.Kills(process, tmp_path).limit() is None
 
 

@@ -20,7 +20,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from ... import module_runner
+from ... import module_runner, screen
 from ...errors import Refused, one_line
 from ...run import durable, metrics
 from ...run.run_folder import Run
@@ -109,7 +109,7 @@ def main() -> None:
         _send(run, project)
     except Exception as error:
         problem = one_line(error)[:300]
-        print(f"wandb: {problem}", flush=True)
+        print(screen.printable(f"wandb: {problem}"), flush=True)
         run.note(lambda record: record.setdefault("wandb", {}).update(project=project, problem=problem))
 
 

@@ -38,9 +38,16 @@ to_the_checkout = f'[ "$PWD" != /workspace/{course} ] || cd /workspace; exec bas
 c.ServerApp.terminado_settings = {"shell_command": ["/bin/bash", "-c", to_the_checkout]}
 c.ServerApp.quit_button = False
 c.ServerApp.shutdown_no_activity_timeout = 0
+# A trash in the home volume would free no space, and a run's folder would be copied there as a whole.
+c.FileContentsManager.delete_to_trash = False
+c.FileContentsManager.always_delete_dir = True
+# A forgotten kernel holds memory, also of a GPU, as long as it lives. An open browser tab does not count as use.
+c.MappingKernelManager.cull_idle_timeout = int(os.environ.get("KERNEL_IDLE_HOURS") or 24) * 3600  # 0: never
+c.MappingKernelManager.cull_connected = True
 
 token = Path("/run/trainstation/jupyter_token").read_text().strip()
 c.IdentityProvider.token = token
+c.IdentityProvider.cookie_options = {"samesite": "Lax"}  # other sites' requests come without the login
 c.ServerApp.extra_template_paths = ["/etc/jupyter/templates"]  # the login page
 c.ServerApp.allow_unauthenticated_access = False  # also for extensions that forgot to ask for the token
 # Each such extension would print a page of warnings, although the line above already protects it.
@@ -83,7 +90,7 @@ def page_config(handler, config):
     return config
 
 
-c.ServerApp.tornado_settings = {"page_config_hook": page_config}
+c.ServerApp.tornado_settings = {"page_config_hook": page_config, "xsrf_cookie_kwargs": {"samesite": "Lax"}}
 
 
 # Without a token, JupyterLab's page of licences never answers: its own finish() is a coroutine, and the code that

@@ -1,8 +1,9 @@
 """End every way in that a person may have left in a running station. Runs as root: python3 -I -S rotate.py
 
-`make rotate` calls it after removing token and keys on the host. It ends dev's processes (kernels, terminals, ssh
-sessions), except those of runs. It sets aside the files in the home folder that programs read or execute when they
-start. Then it creates token and keys, and starts JupyterLab, keeper and exporter again.
+`make rotate` calls it after removing token and keys on the host. It stops the services, of which the keeper saves all
+runs. It ends all processes of dev, whatever they call themselves. It sets aside the files in the home folder that
+programs read or execute when they start. Then it creates token and keys, and starts the services again, of which the
+keeper resumes the runs. It prints what stays.
 """
 
 import contextlib
@@ -17,80 +18,82 @@ from pathlib import Path
 
 STATION = Path("/usr/local/lib/trainstation")
 HOME = Path("/home/dev")
-SERVICES = ("jupyter", "exporter", "packages")
+SERVICES = ("jupyter", "exporter", "packages", "keeper")
+"""Services that run as dev. The keeper saves the runs when it is stopped."""
 PATIENCE = 5.0
 """Seconds that processes get to end before SIGKILL."""
+LONGEST = 20.0
+"""Seconds after which processes that even SIGKILL does not end are reported."""
 STAYS = (".cache", ".local/state/trainstation")
 """Names that stay: downloads that runs may be using, and the key by which the station knows its runs."""
 ALSO = ("bin",)
 """Names that are set aside though they are not hidden. Debian's ~/.profile puts `bin` on PATH."""
+RUNS = """
+import os, pathlib
+from train.launcher import resumable
+from train.run import folders
+found = {True: [], False: []}
+for run in folders.every_here(pathlib.Path(os.environ["TRAIN_RUNS"])):
+    if resumable.is_resumable(run):
+        found[resumable.keeper_may_start(run.read())].append(run.name)
+if found[True]:
+    print("saved, and resumed by the keeper with the code in their folders:", *found[True])
+if found[False]:
+    print("stopped, and not resumed, because a restart begins at step 0 (train resume NAME):", *found[False])
+"""
+"""Prints what becomes of the runs. Executed as dev."""
 
 
-def processes(uid: int) -> dict[int, tuple[int, str]]:
-    """Map the number of each process of a user to its parent's number and its command line."""
+def processes(uid: int) -> dict[int, str]:
+    """Map the number of each living process that has this user among its users to its command line."""
     found = {}
     for folder in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError, IndexError):
-            if folder.stat().st_uid == uid:
-                parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
-                line = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-                found[int(folder.name)] = (parent, line)
+        with contextlib.suppress(OSError, LookupError):
+            lines = (folder / "status").read_text().splitlines()
+            fields = {name: values.split() for name, _, values in (line.partition(":") for line in lines)}
+            # a thread may outlive the first one
+            has_ended = fields["State"][0] in "ZX" and int(fields["Threads"][0]) < 2
+            if str(uid) in fields["Uid"] and not has_ended:
+                words = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+                found[int(folder.name)] = words or " ".join(fields["Name"])
     return found
 
 
-def of_runs(found: dict[int, tuple[int, str]]) -> set[int]:
-    """Return the processes of runs: their tmux servers, the agent or torchrun in them, ranks with their zygote, and all
-    processes that these started."""
-    kept = set()
-    for number, (parent, line) in found.items():
-        is_server = line.startswith(("tmux -f /dev/null -L train-", "tmux -f /dev/null -L torchrun-"))
-        is_agent = found.get(parent, (0, ""))[1].startswith("tmux -f /dev/null -L ") and (
-            "train.launcher.agent" in line or "torch.distributed.run" in line
-        )
-        if is_server or is_agent or line.startswith("train-rank"):
-            kept.add(number)
-        if line.startswith("train-rank") and found.get(parent, (0, ""))[1].startswith("train-zygote"):
-            kept.add(parent)
-    servers = {number for number in kept if found[number][1].startswith("tmux ")}
-    while more := {n for n, (parent, _) in found.items() if parent in kept - servers and n not in kept}:
-        kept |= more
-    return kept
+def become(user: pwd.struct_passwd) -> None:
+    """Give up root's rights, in a child process."""
+    os.setgroups([])
+    os.setresgid(user.pw_gid, user.pw_gid, user.pw_gid)
+    os.setresuid(user.pw_uid, user.pw_uid, user.pw_uid)
 
 
-def of_keeper(found: dict[int, tuple[int, str]]) -> set[int]:
-    """Return the keeper and the zygote that it holds."""
-    keepers = {number for number, (_, line) in found.items() if line.endswith("service.py keeper ")}
-    return keepers | {n for n, (parent, line) in found.items() if parent in keepers and line.startswith("train-zygote")}
-
-
-def send(numbers: set[int], *signals: int) -> None:
-    for number in numbers:
-        for each in signals:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(number, each)
-
-
-def end_processes(uid: int) -> set[int]:
-    """End the processes that belong to no run. Return those of the keeper.
-
-    The keeper gets no SIGTERM, because it would first save and stop all runs. It is paused (SIGSTOP) until the files
-    that it has read are set aside.
-    """
+def end_processes(user: pwd.struct_passwd) -> None:
+    """End all processes of dev. Names prove nothing, because dev chooses them. Print those that do not end."""
     since, asked = time.monotonic(), set()
-    while True:
-        found = processes(uid)
-        keeper = of_keeper(found)
-        send(keeper, signal.SIGSTOP)
-        others = set(found) - of_runs(found) - keeper
+    while found := processes(user.pw_uid):
         took = time.monotonic() - since
-        if not others or took > 4 * PATIENCE:
-            return keeper
+        if took > LONGEST:
+            lines = "; ".join(f"{number} {line[:80]}" for number, line in sorted(found.items())[:10])
+            print(f"still there, because SIGKILL did not end them: {lines}", flush=True)
+            sys.exit(1)
+        for number in set(found) - asked if took <= PATIENCE else ():
+            for one in (signal.SIGTERM, signal.SIGHUP):  # shells end on the second
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(number, one)
+        asked |= set(found)
         if took > PATIENCE:
-            send(others, signal.SIGKILL)
-        else:
-            send(others - asked, signal.SIGTERM, signal.SIGHUP)  # shells end on the second
-            asked |= others
+            kill_all(user)
         time.sleep(0.2)
+
+
+def kill_all(user: pwd.struct_passwd) -> None:
+    """Send SIGKILL to all processes of dev in one system call, which a process that always forks cannot outrun."""
+    child = os.fork()
+    if child == 0:
+        with contextlib.suppress(OSError):
+            become(user)
+            os.kill(-1, signal.SIGKILL)  # spares the caller
+        os._exit(0)
+    os.waitpid(child, 0)
 
 
 def set_aside() -> tuple[str, list[str]]:
@@ -130,9 +133,7 @@ def as_dev(user: pwd.struct_passwd) -> None:
     if child == 0:
         code = 1
         with contextlib.suppress(OSError):
-            os.setgroups([])
-            os.setresgid(user.pw_gid, user.pw_gid, user.pw_gid)
-            os.setresuid(user.pw_uid, user.pw_uid, user.pw_uid)
+            become(user)
             os.umask(0o077)
             folder, moved = set_aside()
             if moved:
@@ -151,16 +152,14 @@ def supervisor(*words: str) -> None:
 def main() -> None:
     user = pwd.getpwnam("dev")
     supervisor("stop", *SERVICES)
-    keeper = end_processes(user.pw_uid)
+    end_processes(user)
     try:
         as_dev(user)
+        if subprocess.run([STATION / "as-dev", "/usr/bin/python3", "-I", "-c", RUNS], check=False).returncode:
+            print("which runs were running is unknown, see above; train ls lists them all", flush=True)
+        done = subprocess.run([STATION / "make-keys"], check=False)
     finally:
-        send(keeper, signal.SIGKILL)  # supervisord starts it again
-    done = subprocess.run([STATION / "make-keys"], check=False)
-    supervisor("start", *SERVICES)
-    runs = {" ".join(line.split()[2:]) for _, line in processes(user.pw_uid).values() if line.startswith("train-rank")}
-    if runs:
-        print(f"these runs continue with the code that they started with: {' '.join(sorted(runs))}", flush=True)
+        supervisor("start", *SERVICES)
     sys.exit(done.returncode)
 
 
