@@ -65,7 +65,7 @@ def add_arguments(parser: Parser) -> None:
     add("--columns", metavar="NAMES", help=text)
     text = (
         "created (default), step (most first), a metric or best.METRIC (best first), or any other column. Whether "
-        "lower is better: as these runs say in checkpoint.best, early_stopping.metric or schedule.metric, or for a loss."
+        "lower is better: as these runs say in checkpoint.best, early_stopping.metric or schedule.metric; a loss, too."
     )
     add("--sort", metavar="BY", default="created", help=text, offer=words(*_ORDERS, "loss"))
     add("--reverse", action="store_true", help="Reverse the order.")
