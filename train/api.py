@@ -25,7 +25,7 @@ from .cluster import jobs
 from .commands import ls, parser
 from .commands.options import matching
 from .errors import Refused
-from .run import folders, metrics, run_folder
+from .run import best, folders, metrics, run_folder
 from .run.record import Record
 
 if TYPE_CHECKING:
@@ -165,6 +165,13 @@ class Run:
         """The lines of metrics.jsonl, the oldest first. An evaluation has its figures in `eval`."""
         return [dict(line) for line in metrics.lines(self._run())]
 
+    @property
+    @_refusing
+    def best(self) -> dict[str, float]:
+        """The best value of each metric of the evaluations, as `train ls --columns best.NAME` shows it."""
+        run = self._run()
+        return best.bests(run, bool(run.read().get("script")), [run.read_config()])
+
     @_refusing
     def to_pandas(self) -> pandas.DataFrame:
         """Return the metrics as a table, one row per line. An evaluation's figures are columns `eval.NAME`."""
@@ -301,8 +308,8 @@ class Run:
         """
         from .trainer import predict
 
-        step, weights = self._chosen(checkpoint, "model")
-        return predict.predictions(self._run(), step, dataset, device=device, weights=weights, batch_size=batch_size)
+        step, which = self._chosen(checkpoint, "model")
+        return predict.predictions(self._run(), step, dataset, device=device, weights=which, batch_size=batch_size)
 
     @_refusing
     def state_dict(self, name: str = "", checkpoint: int | str | None = None) -> dict[str, Tensor]:
@@ -331,26 +338,14 @@ class Run:
         return cli.carry_out(command, _options(command, [self.name], {"runs": self.runs, **options}), function)
 
     def _chosen(self, checkpoint: int | str | None, use: str, weights: str = "") -> tuple[int | None, str]:
-        """Return the step that `checkpoint` means (None: the newest one), and which of its weights to use, and print
-        them if it is the best. Refuses a run that cannot be used so.
-
-        Args:
-            weights: The weights that the user has asked for; '': none.
-        """
-        from .run import best
+        """Return the step that `checkpoint` means (None: the newest one), and which weights; `weights`: asked for."""
         from .run.spec import read_spec
         from .supervise import programs
 
-        run = self._run()
-        spec = read_spec(run)
+        spec = read_spec(run := self._run())
         programs.of(spec).check_can(use, run.name)
-        text = None if checkpoint is None else str(checkpoint)
-        wanted = best.checkpoint_named(run, spec, text, screen.remark)
-        weights = wanted.weights(weights, screen.remark)
-        if wanted.metric:
-            what = "averaged weights" if weights == best.AVERAGE else "weights"
-            screen.remark(f"{run.name}: the {what} after step {wanted.step}{wanted.said}")
-        return wanted.step, weights
+        wanted = best.checkpoint_named(run, spec, None if checkpoint is None else str(checkpoint), screen.remark)
+        return wanted.step, wanted.weights(weights, screen.remark, run.name)
 
 
 class Interrupted(KeyboardInterrupt):

@@ -17,13 +17,13 @@ from .. import screen
 from ..cluster import jobs
 from ..errors import EXIT_FINISHED, Refused, nearest
 from ..launcher import tmux
-from ..run import states
-from ..run.best import aim_of
+from ..run import best, states
 from ..run.metrics import last_evaluation
 from ..run.record import FORMAT, Record
 from ..run.run_folder import Run
 from ..run.spec import spec_of
-from ..views.listing import COLUMNS, listing, value
+from ..views.listing import BEST, COLUMNS, LOSSES, listing, value
+from ..views.time_spent import note_losses
 from .completion_values import words
 from .options import add_json, add_names, matching
 from .parser import Parser, number
@@ -63,10 +63,14 @@ def add_arguments(parser: Parser) -> None:
     add("--state", metavar="STATE", help=text, offer=words(*states.ALL))
     text = (
         "Columns of the table, with commas: name, state, step, ranks, created, started, result, owner, args (of a "
-        "script); config fields (optim.lr); metrics (accuracy)."
+        "script), restarts, seconds_lost; config fields (optim.lr); metrics of the last evaluation (accuracy); their "
+        "best values (best.accuracy, best.min:wer)."
     )
     add("--columns", metavar="NAMES", help=text)
-    text = "created (default), step (most first), a metric (best first), or any other column."
+    text = (
+        "created (default), step (most first), a metric or best.METRIC (best first), or any other column. Whether "
+        "lower is better: as these runs say in checkpoint.best, early_stopping.metric or schedule.metric; a loss, too."
+    )
     add("--sort", metavar="BY", default="created", help=text, offer=words(*_ORDERS, "loss"))
     add("--reverse", action="store_true", help="Reverse the order.")
     text = "Show at most N runs: the newest ones, or with --sort the first ones."
@@ -85,8 +89,11 @@ def run(options: Namespace, runs: Path) -> int:
     records = [*jobs.statuses(matching(runs, names, must=False), screen.remark), *launching.values()]
     is_part = bool(options.names or records)
     columns = tuple(map(str.strip, options.columns.split(","))) if options.columns is not None else COLUMNS
+    readable = [record for record in records if record["state"] != states.OTHER_FORMAT]
+    for record in readable:
+        note_losses(Run(runs / record["name"]), record)
     if options.json or options.columns is not None or options.sort not in _ORDERS:
-        _add_details(records, runs)
+        _add_details(readable, runs, [*columns, options.sort])
     _check_names("--columns", columns, records)
     _check_names("--sort", (options.sort,), records)
     if options.state is not None:
@@ -118,26 +125,40 @@ def _launching(runs: Path, names: list[str]) -> dict[str, Record]:
     }  # fmt: skip
 
 
-def _add_details(records: list[Record], runs: Path) -> None:
-    """Add the configuration and the metrics of the last evaluation to the records of these runs."""
+def _add_details(records: list[Record], runs: Path, named: Iterable[str]) -> None:
+    """Add to the records of these runs the configuration, the metrics of the last evaluation, and their best values.
+
+    Args:
+        named: Columns and an order; min:METRIC and max:METRIC among them are added, too.
+    """
     for record in records:
         run = Run(runs / record["name"])
-        if record["state"] == states.OTHER_FORMAT:
-            continue
         record["config"] = spec_of(record, run.read_config()).used_config
         if not record.get("metrics") and (line := last_evaluation(run)) is not None:
             record["metrics"] = line["eval"]
+    configs = [record["config"] for record in records]
+    directed = [name.removeprefix(BEST) for name in named if name.startswith((f"{BEST}min:", f"{BEST}max:"))]
+    for record in records:
+        is_script, run = bool(record.get("script")), Run(runs / record["name"])
+        record["best"] = best.bests(run, is_script, [record["config"], *configs], directed)
 
 
 def _check_names(option: str, names: tuple[str, ...], records: list[Record]) -> None:
     """Check that at least one of these runs has each column or order. Raises Refused."""
     fields = ("metrics", "last_figures", "config")
     parts: Iterable[Any] = (record.get(name) or {} for record in records for name in fields)
-    known = {*COLUMNS, *_ORDERS, "loss", "owner", "args", *itertools.chain.from_iterable(parts)}
+    known = {*COLUMNS, *_ORDERS, *LOSSES, "loss", "owner", "args", *itertools.chain.from_iterable(parts)}
+    known |= {f"{BEST}{name}" for record in records for name in record.get("best") or {}}
     for name in names if records else ():
         if name not in known:
             hint = nearest(name, known, otherwise="; see: train ls --help")
             raise Refused(f"{option} {name}: no run here has this column{hint}")
+        metric = name.removeprefix(BEST)
+        if metric != name and best.aim_among(metric, [record["config"] for record in records]) is None:
+            raise Refused(
+                f"{option} {name}: these runs disagree whether lower is better; give {BEST}min:{metric} or "
+                f"{BEST}max:{metric}"
+            )
 
 
 def in_states(wanted: str, records: list[Record]) -> list[Record]:
@@ -159,17 +180,20 @@ def _ordered(records: list[Record], order: str, limit: int | None, reverse: bool
     if order == "created":
         records = records[-limit if limit else 0 :]
         return records[::-1] if reverse else records
-    keys = [(_key(record, order), record) for record in records]
+    text = order.removeprefix(BEST)
+    aim = best.aim_among(text, [record.get("config") or {} for record in records]) or best.aim_of(text)
+    keys = [(_key(record, order, aim.is_least), record) for record in records]
     known = sorted((pair for pair in keys if pair[0] is not None), key=lambda pair: pair[0], reverse=reverse)
     return [record for _, record in [*known, *(pair for pair in keys if pair[0] is None)]][:limit]
 
 
-def _key(record: Record, order: str) -> Any:
-    """Return the sort key of a record; None if the run has no such value."""
+def _key(record: Record, order: str, is_least: bool) -> Any:
+    """Return the sort key of a record; None if the run has no such value. `is_least`: whether lower is better."""
     found = value(record, order)
     if order == "state":
         return states.ALL.index(found) if found in states.ALL else len(states.ALL)
     if isinstance(found, int | float):  # tested before text, because a field may be either
-        is_most = order == "step" or (order in (record.get("metrics") or {}) and not aim_of(order).is_least)
+        is_metric = order.startswith(BEST) or order in (record.get("metrics") or {})
+        is_most = order == "step" or (is_metric and not is_least)
         return (0, -found if is_most else found) if math.isfinite(found) else None
     return None if found is None else (1, str(found))

@@ -257,10 +257,8 @@ def _weights_at(text: str, runs: Path) -> str:
     step = wanted.step or run.newest_checkpoint
     if not step:
         raise Refused(f"--init {text}: {name} has no checkpoint yet")
-    if wanted.metric:
-        what = "averaged weights" if wanted.is_averaged else "weights"
-        screen.remark(f"--init {text}: the {what} after step {step}{wanted.said}")
-    return f"{run.checkpoint(step).absolute()}{f'@{best.AVERAGE}' if wanted.is_averaged else ''}"
+    averaged = f"@{best.AVERAGE}" if wanted.weights("", screen.remark, f"--init {text}") else ""
+    return f"{run.checkpoint(step).absolute()}{averaged}"
 
 
 def warn(warnings: list[str]) -> None:

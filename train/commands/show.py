@@ -31,6 +31,7 @@ def run(options: Namespace, runs: Path) -> int:
     from ..run.spec import spec_of
     from ..supervise import programs
     from ..views.listing import story
+    from ..views.time_spent import note_losses
 
     run = folders.find(runs, options.name)
     record = jobs.status(run, screen.remark)
@@ -44,6 +45,7 @@ def run(options: Namespace, runs: Path) -> int:
         return EXIT_FINISHED
     has_steps = programs.of(spec).reports_steps(record["attempts"])
     facts = best.facts(run, spec.best_by) if has_steps else {}
+    note_losses(run, record)
     facts |= mirror.facts(run, record, str(spec.config.get(mirror.FIELD) or ""))
     print(json.dumps({**record, **facts}, indent=1))
     return EXIT_FINISHED

@@ -7,7 +7,7 @@ import math
 import shlex
 
 from ..build import objects
-from ..build.schedule import Planned, factor_at, moved, rate_scale
+from ..build.schedule import Planned, factor_at, factors, moved, rate_scale
 from ..config import Config
 from ..run.metrics import each, history, is_evaluation, last_training
 from ..run.run_folder import Run
@@ -24,6 +24,8 @@ def warnings(
 ) -> list[str]:  # fmt: skip
     """Return a line that says how the learning rate moves, and the ways to choose; [] if it does not move.
 
+    A task's own schedule() may not depend on the length, and then give 0 for the steps that are new.
+
     Args:
         configs: The configuration before the change and after it.
         samples: Number of samples of an epoch.
@@ -34,12 +36,18 @@ def warnings(
     past = history(run, step)
     with objects.refusing(task, "schedule()"):
         factor = moved(task, before=before, after=after, step=step, history=past)
-        if factor is None:
+        added = (
+            range(max(step, before.total_steps), after.total_steps) if step and task.schedule is not None else range(0)
+        )
+        if factor is None and not added:
             return []
+        rates = factors(task, after, past)
+        is_idle = bool(added) and not any(map(rates, added))
+        factor = factor or (factor_at(task, before, step=step - 1, history=past), rates(step))
         peak = _peak(run, spec, task, before)
     old = _logged(run, step) or peak * factor[0]
     new = peak * factor[1] * _base(after.config) / _base(before.config)
-    if math.isclose(old, new, rel_tol=1e-2):
+    if math.isclose(old, new, rel_tol=1e-2) and not is_idle:
         return []
     then, now = (
         f"{'schedule()' if task.schedule is not None else one.config.schedule.decay} over {one.end - one.start} steps"
@@ -48,6 +56,8 @@ def warnings(
     text = (
         f"the learning rate was {old:.3g} in step {step} and is {new:.3g} in step {step + 1} ({now} now, {then} before)"
     )
+    if is_idle:
+        text += f"; it is 0 in steps {added.start + 1} to {added.stop}, which train nothing"
     begin = "" if is_fork else f"train fork {run.name} --name NEW --checkpoint {step} "
     for what, field in _ways(task, before, after, step, past) if not flags.keys() & _WAYS else ():
         typed = " ".join(f"--{name} {shlex.quote(value)}" for name, value in (flags | field).items())

@@ -15,7 +15,7 @@ from ..cluster import jobs
 from ..errors import one_line
 from ..format import figure
 from ..gpus import Gpus, GpuState, process_of
-from ..run import states
+from ..run import metrics, states
 from ..run.record import Record
 from ..run.run_folder import Run
 from ..supervise import programs
@@ -141,11 +141,12 @@ def _named(name: str, cards: list[GpuState]) -> GpuState | None:
 
 
 def _line_of(run: Run, record: Record) -> list[str]:
+    record = metrics.up_to_date(run, record)
     now = run_status.progress(run, record)
     left = (now.total - now.step) * now.step_time if now.total and now.step_time else -1.0
     return [
         one_line(record["name"]), record["state"], f"{now.step}/{now.total}" if now.total else str(now.step or _NONE),
-        figure(now.loss) if now.loss is not None else _NONE, _figure(now.samples_per_s, ".0f"),
+        figure(loss) if (loss := metrics.loss_of(record)) is not None else _NONE, _figure(now.samples_per_s, ".0f"),
         f"{100 * now.waits:.0f} %" if now.waits is not None else _NONE,
         str(datetime.timedelta(seconds=round(left))) if 0 <= left < _LARGE else _NONE,
     ]  # fmt: skip

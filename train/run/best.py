@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ..errors import Refused, is_whole, whole
 from ..format import figure
-from .metrics import evaluations
+from .metrics import each, evaluations, figures_of, is_evaluation
 from .run_folder import Run
 from .spec import Spec
 
@@ -27,6 +27,48 @@ def aim_of(text: str) -> Aim:
     if colon and direction in ("min", "max"):
         return Aim(name, direction == "min")
     return Aim(text, "loss" in text.split("."))
+
+
+_AIMING = ("checkpoint.best", "early_stopping.metric", "schedule.metric")
+"""Fields that name a metric, and so may say whether lower is better."""
+
+
+def aim_among(text: str, configs: Iterable[Mapping[str, Any]]) -> Aim | None:
+    """Return what a metric's best value is among runs: as `aim_of` says, or without min: or max: as the fields of these
+    runs say. None: they disagree."""
+    aim = aim_of(text)
+    if aim.metric != text:
+        return aim
+    named = [aim_of(str(config[field])) for config in configs for field in _AIMING if config.get(field)]
+    said = {one for one in named if one.metric == text}
+    return None if len(said) > 1 else next(iter(said), aim)
+
+
+def values_of(run: Run, is_script: bool) -> dict[str, list[float]]:
+    """Return the finite values of each metric of the evaluations. Of a script also those of its other figures."""
+    found: dict[str, list[float]] = {}
+    others: dict[str, list[float]] = {}
+    for line in each(run) if is_script else evaluations(run):
+        for name, value in figures_of(line).items():
+            if value is not None:
+                (found if is_evaluation(line) else others).setdefault(name, []).append(value)
+    return others | found
+
+
+def bests(
+    run: Run, is_script: bool, configs: Sequence[Mapping[str, Any]], texts: Iterable[str] = ()
+) -> dict[str, float]:
+    """Return the best value of each metric of a run, and of those that min:NAME and max:NAME in `texts` name.
+
+    Args:
+        configs: The fields of this run, and of the runs with which it is compared. They say whether lower is better.
+    """
+    values, found = values_of(run, is_script), dict[str, float]()
+    for text in (*values, *texts):
+        aim = aim_among(text, configs) or aim_among(text, configs[:1]) or aim_of(text)
+        if aim.metric in values:
+            found[text] = (min if aim.is_least else max)(values[aim.metric])
+    return found
 
 
 def improvements(scores: Iterable[float | None], aim: Aim, min_delta: float = 0.0) -> Iterator[bool]:
@@ -115,17 +157,21 @@ class Chosen(NamedTuple):
     is_averaged: bool | None = None
     """Whether that metric was measured with the average of the weights; None: the run keeps none."""
 
-    def weights(self, asked: str, tell: Callable[[str], None]) -> str:
+    def weights(self, asked: str, tell: Callable[[str], None], what: str = "") -> str:
         """Return the weights to use: those that the user has asked for, else those that the metric was measured with.
 
         Args:
             asked: AVERAGE, another name, or '': not given.
             tell: called with a warning if the metric was measured with others than asked for.
+            what: Begins a line about the weights of the best checkpoint; '': no line.
         """
+        which = asked or (AVERAGE if self.is_averaged else "")
+        if self.metric and what:
+            tell(f"{what}: the {'averaged ' * (which == AVERAGE)}weights after step {self.step}{self.said}")
         if asked and self.is_averaged not in (None, asked == AVERAGE):
             measured = "average of the weights" if self.is_averaged else "weights of the model"
             tell(f"warning: step {self.step} is the best by {self.metric}, which was measured with the {measured}")
-        return asked or (AVERAGE if self.is_averaged else "")
+        return which
 
     @property
     def said(self) -> str:

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, NotRequired, TypedDict, cast
 from . import durable
 from .record import Record
 from .run_folder import Run
+from .states import CREATED, RUNNING
 
 if TYPE_CHECKING:
     from typing_extensions import TypeIs
@@ -294,6 +295,14 @@ def up_to_date(run: Run, record: Record) -> Record:
         record = {**record, "last_figures": {**known, **figures_of(line)}}
     step, epoch = line["step"], line.get("epoch", record["epoch"])
     return {**record, "step": step, "epoch": epoch} if step > record["step"] else record
+
+
+def loss_of(record: Record) -> float | None:
+    """Return the loss that views show of a run: of the last training line, and at the end of the last evaluation."""
+    measured = record.get("metrics") or {}
+    if record["state"] in (RUNNING, CREATED) and record.get("loss") is not None:
+        return record.get("loss")
+    return measured.get("loss", record.get("loss"))
 
 
 def recent(run: Run) -> list[Line]:

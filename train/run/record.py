@@ -193,6 +193,12 @@ class Record(TypedDict):
     """The owner, if that is another user. Only in the output of `train ls` and `train show`."""
     config: NotRequired[dict[str, Any]]
     """The fields of config.toml by their dotted names. Only in the output of `train ls`."""
+    best: NotRequired[dict[str, Any]]
+    """Maps a metric to its best value. Only in the output of `train ls`."""
+    restarts: NotRequired[int]
+    """Number of attempts that were started after another one had died. Only in the output of `ls` and `show`."""
+    seconds_lost: NotRequired[float | None]
+    """Seconds that deaths cost; None: unknown. Only in the output of `ls` and `show`."""
     refused: NotRequired[Any]
     """Set if this machine cannot join the other machines of the run."""
 

@@ -37,6 +37,10 @@ COLUMNS = ("name", "state", "step", "ranks", "started", "result")
 """Columns of `train ls` unless --columns names others."""
 _RATES = (*metrics.Speed.__annotations__, "lr", "grad_norm")
 """Figures of a script that are no result."""
+BEST = "best."
+"""Prefix of the columns with the best value of a metric."""
+LOSSES = ("restarts", "seconds_lost")
+"""Columns that `train ls` adds if a run of the list was restarted."""
 _MOST_FIGURES = 4
 """Maximum number of figures of a script that are shown as its result."""
 
@@ -61,7 +65,7 @@ def end_of(attempt: Attempt, state: str) -> str:
 
 def _figures(record: Record, text: Callable[[float], str] = figure) -> str:
     if measured := record.get("metrics"):
-        return figures(measured, text)
+        return figures(measured | ({"loss": metrics.loss_of(record)} if "loss" in measured else {}), text)
     shown = {"loss": record.get("loss"), **(record.get("last_figures") or {})}
     names = [name for name in shown if name not in _RATES][:_MOST_FIGURES]
     return figures({name: shown[name] for name in names}, text)
@@ -88,9 +92,10 @@ def value(record: Record, name: str, text: Callable[[float], str] = figure) -> A
     step = record["step"] if record.get("total_steps") else record["step"] or None
     columns |= {"step": step, "ranks": record.get("world_size"), "args": _arguments(record) or None}
     columns |= {"owner": record.get("owner"), "result": _figures(record, text) or None}
+    columns |= {"restarts": record.get("restarts"), "seconds_lost": record.get("seconds_lost")}
     parts: tuple[Mapping[str, Any], ...] = (
         columns, record.get("metrics") or {}, {"loss": record.get("loss")}, record.get("last_figures") or {},
-        record.get("config") or {},
+        record.get("config") or {}, {f"{BEST}{metric}": best for metric, best in (record.get("best") or {}).items()},
     )  # fmt: skip
     return next((part[name] for part in parts if name in part), None)
 
@@ -115,8 +120,9 @@ def listing(records: list[Record], *, runs: Path, is_part: bool = False, columns
         return f"no run in {shortened(str(runs))} matches; to see all: train ls"
     if not records:
         return f"no runs in {shortened(str(runs))} yet; start one: train launch digits --follow"
-    if columns == COLUMNS and any(record.get("owner") for record in records):
-        columns = (*COLUMNS, "owner")
+    if columns == COLUMNS:
+        more = (LOSSES if any(record.get("restarts") for record in records) else ()), ("owner",)
+        columns = (*COLUMNS, *more[0], *(more[1] if any(record.get("owner") for record in records) else ()))
     rows = [[column.upper() for column in columns]]
     rows += [[screen.printable(_cell(record, column)) for column in columns] for record in records]
     return screen.table(rows, screen.width(sys.stdout), spare=(3, 4) if columns[: len(COLUMNS)] == COLUMNS else ())
@@ -231,6 +237,7 @@ def story(run: Run, record: Record, spec: Spec) -> str:
         line("not kept", f"secrets: {', '.join(saved.withheld)}")
     lines += _attempts(record)
     if not programs.of(spec).reports_steps(record["attempts"]):
+        line("restarts", time_spent.restarts(record) or None)
         line("steps redone", "-")
         line("time lost", "-")
         return _wrapped(lines)
@@ -239,6 +246,7 @@ def story(run: Run, record: Record, spec: Spec) -> str:
         line("not exact", reason)
     line("skipped", _skipped(run, record.get("skipped") or {}))
     account = time_spent.of_run(run, record)
+    line("restarts", time_spent.restarts(record) or None)
     line("steps redone", account.redone)
     if whole := account.parts["lost"]:
         away, again = duration(whole - account.again), duration(account.again)

@@ -214,6 +214,17 @@ def test_a_tasks_own_schedule_gives_the_factor_of_each_step_after_a_resume_too(e
     assert lines == pytest.approx([0.1 * step / 6 for step in range(1, 7)])
 
 
+def test_a_resume_says_what_a_schedule_that_knows_no_other_length_does_to_new_steps(engine: Any, own: Any) -> None:
+    engine.run("own-end", 1, ["4 0 SIGTERM"], task=own("max(0, 1 - step / 6)"), **PLAIN)
+    run, text = engine.station.run("own-end"), "schedule() over 9 steps now, schedule() over 6 steps before"
+    (said,) = prepare_resume(run, {"steps": "9"}, 1)[1]  # in the middle nothing moves yet
+    assert f"({text}); it is 0 in steps 7 to 9, which train nothing; to keep the old curve and hold its end: " in said
+    engine.resume("own-end", 1)
+    (said,) = prepare_resume(run, {"steps": "9"}, 1)[1]
+    assert f"was 0.0167 in step 6 and is 0 in step 7 ({text}); it is 0 in steps 7 to 9" in said
+    assert prepare_resume(run, {"steps": "9", "schedule.total_epochs": "1.5"}, 1)[1] == []
+
+
 @pytest.mark.parametrize(
     ("body", "flags", "words"),
     [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -119,6 +120,48 @@ def test_ls_shows_and_sorts_by_fields_and_figures(runs: Path, station: Station) 
         )
 
 
+def test_ls_shows_and_sorts_by_the_best_values(runs: Path, station: Station) -> None:
+    scores = {"exp-1": [0.3, 0.1, 0.4], "exp-2": [0.2, 0.6, None], "exp-10": [0.9, 0.5, 0.3]}
+    for name, values in scores.items():
+        lines = {step: {"loss": one, "wer": one, "f1": one} for step, one in enumerate(values, 1)}
+        evaluated(Run(runs / name), [], lines, "min:wer" if name == "exp-10" else "")
+
+    def listed(*arguments: str) -> list[str]:
+        return station.ok("--runs", runs, "ls", *arguments, "--csv").stdout.splitlines()[1:]
+
+    columns = ("--columns", "name,best.loss,best.f1,best.wer,best.max:wer", "--sort")
+    rows = ["exp-1,0.1,0.4,0.1,0.4", "exp-2,0.2,0.6,0.2,0.6", "exp-10,0.3,0.9,0.3,0.9", "other,,,,"]
+    assert listed(*columns, "best.wer") == listed(*columns, "best.loss") == rows
+    assert listed(*columns, "best.f1") == listed(*columns, "best.max:wer") == [rows[2], rows[1], rows[0], rows[3]]
+    first = json.loads(station.ok("--runs", runs, "ls", "--json", "exp-1").stdout)[0]
+    assert first["best"] == {"loss": 0.1, "wer": 0.4, "f1": 0.4}  # alone, nothing says that a lower one is better
+    evaluated(Run(runs / "exp-2"), [], {1: {"wer": 0.2}}, "max:wer")
+    refused = station("--runs", runs, "ls", "--sort", "best.wer")
+    assert refused.returncode == 2 and "disagree whether lower is better; give best.min:wer or" in refused.stderr
+
+
+def test_ls_says_how_often_a_run_was_restarted_and_shows_the_loss_of_top(runs: Path, station: Station) -> None:
+    attempt = {"world_size": 1, "from_step": 0, "to_step": 3, "ready": "2026-01-01T00:00:01+00:00"}
+    attempts = [
+        {**attempt, "number": number, "end": end, "started": "2026-01-01T00:00:00+00:00", "ended": ended}
+        for number, end, ended in (
+            (1, "died", "2026-01-01T00:00:05+00:00"), (2, None, None), (3, "finished", "2026-01-01T00:00:09+00:00")
+        )
+    ]  # fmt: skip
+    Run(runs / "exp-2").update(
+        attempts=attempts, state="finished", created=attempts[0]["started"], ended="2026-01-01T00:00:09+00:00"
+    )
+    shown = station.ok("--runs", runs, "ls").stdout.splitlines()
+    assert "RESTARTS" in shown[0] and "finished" in shown[2] and shown[2].split()[-2] == "2"
+    (record,) = json.loads(station.ok("--runs", runs, "ls", "exp-2", "--json").stdout)
+    alone = json.loads(station.ok("--runs", runs, "show", "exp-2", "--json").stdout)
+    assert record["restarts"] == alone["restarts"] == 2
+    assert record["seconds_lost"] == alone["seconds_lost"] > 0
+    assert re.search(r"restarts +2\n", station.ok("--runs", runs, "show", "exp-2").stdout)
+    (top,) = [line for line in station.ok("--runs", runs, "top", "--once").stdout.splitlines() if "exp-2" in line]
+    assert "loss 0.1000" in shown[2] and top.split()[3] == "0.1000"
+
+
 def evaluated(run: Run, saved: list[int], scores: dict[int, dict[str, float | None]], metric: str = "") -> None:
     (run.folder / "config.toml").write_text(f'[checkpoint]\nbest = "{metric}"\n')
     lines = [json.dumps({"step": step, "epoch": 1, "eval": figures}) for step, figures in scores.items()]
@@ -131,7 +174,7 @@ def test_the_best_checkpoint_has_the_lowest_loss_or_the_highest_metric_that_is_a
     run = Run(runs / "exp-1")
     assert best.best(run, read_spec(run).best_by) is None and best.facts(run, "") == {"checkpoints": [], "best": None}
     with pytest.raises(Refused, match="was evaluated"):
-        best.checkpoint_named(run, by="", text="best", tell=print)
+        best.checkpoint_named(run, read_spec(run), "best", print)
     scores: dict[int, dict[str, float | None]] = {
         2: {"loss": 0.1, "accuracy": 0.5}, 4: {"loss": 0.3, "accuracy": 0.9}, 6: {"loss": 0.2, "accuracy": 0.9},
         8: {"loss": None, "accuracy": None},
@@ -139,8 +182,8 @@ def test_the_best_checkpoint_has_the_lowest_loss_or_the_highest_metric_that_is_a
     evaluated(run, [4, 6, 7, 8], scores)
     assert best.best(run, read_spec(run).best_by) == best.Best(6, "loss", 0.2, lost=(2, 0.1))
     said: list[str] = []
-    assert best.checkpoint_named(run, by="", text="best", tell=said.append) == 6
-    assert best.checkpoint_named(run, by="", text="7", tell=said.append) == 7
+    assert best.checkpoint_named(run, read_spec(run), "best", said.append) == best.Chosen(6, "loss")
+    assert best.checkpoint_named(run, read_spec(run), "7", said.append) == best.Chosen(7)
     better = "step 2 was better (loss 0.1000) but has no checkpoint"
     assert said == [f"warning: {better}; next time give --checkpoint.best loss"]
     evaluated(run, [], scores, "accuracy")
@@ -217,7 +260,7 @@ def test_export_and_eval_take_the_best_checkpoint_and_show_names_it(station: Sta
     later = max(at for at, score in scores.items() if score == max(scores.values()) and at in run.steps_saved())
     shown = json.loads(station.ok("show", "d", "--json").stdout)
     assert shown["best"]["step"] == later and shown["checkpoints"] == sorted(run.steps_saved())
-    assert shown == station.record("d")
+    assert shown == station.record("d") | {"restarts": 0, "seconds_lost": 0.0}
     assert f"step {later}, accuracy {scores[step]:.4f}" in station.ok("show", "d").stdout
     done = station.ok("export", "d", "--checkpoint", "best", "--to", "best.pt")
     assert f"after step {later}" in done.stderr
