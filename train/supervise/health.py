@@ -47,9 +47,7 @@ _STOOD_STILL = 10.0
 or a sleeping machine. Such silence is not a hang."""
 _SPYING = 20.0
 """Seconds py-spy gets to write the stacks of a script's ranks."""
-_MAY_SPY = (
-    "to allow it, as root on the host: sysctl kernel.yama.ptrace_scope=0; in a container: --cap-add SYS_PTRACE"
-)
+_MAY_SPY = "to allow it, as root on the host: sysctl kernel.yama.ptrace_scope=0; in a container: --cap-add SYS_PTRACE"
 """How py-spy gets to read another process."""
 _LOOK_EVERY = 2.0
 _SHARE = 0.01
