@@ -14,6 +14,7 @@ import functools
 import io
 import json
 import math
+import shlex
 import types
 from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
@@ -24,7 +25,7 @@ from . import caches, cli, screen
 from .cluster import jobs
 from .commands import ls, parser
 from .commands.options import matching
-from .errors import Refused
+from .errors import Refused, nearest
 from .run import best, folders, metrics, run_folder
 from .run.record import Record
 
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from torch import Tensor, nn
 
-__all__ = ["Refused", "Run", "find", "launch", "runs"]
+__all__ = ["Refused", "Run", "find", "launch", "plot", "runs"]
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -61,14 +62,14 @@ def _refusing(function: Callable[P, T]) -> Callable[P, T]:
 @_refusing
 def launch(
     task: str | Path | types.ModuleType | None = None, /, *, script: str | Path | None = None,
-    arguments: Sequence[object] = (), runs: str | Path | None = None, **options: Any,
+    arguments: str | Sequence[object] = (), runs: str | Path | None = None, **options: Any,
 ) -> Run:  # fmt: skip
     """Start a run in the background and return it. It outlives this process.
 
     Args:
         task: A built-in task, the path of a Python file, or a module.
         script: A torchrun program to start instead of a task.
-        arguments: The script's own arguments.
+        arguments: The script's own arguments, as a list, or as one text that is split as a shell does.
         runs: Folder of the runs. Default: $TRAIN_RUNS, else ./runs.
         options: Flags of `train launch`: name="first", nproc=2, epochs=5, optim={"lr": 0.1}, **{"optim.lr": 0.1}.
 
@@ -77,8 +78,8 @@ def launch(
     """
     if task is None and not isinstance(options.get("task", {}), Mapping):
         task = options.pop("task")
-    words = [] if task is None else [_task(task)]
-    asked = _options("launch", words, {"script": script, "runs": runs, **options}, arguments)
+    words, is_script = [] if task is None else [_task(task)], script is not None or options.get("module") is not None
+    asked = _options("launch", words, {"script": script, "runs": runs, **options}, arguments, is_script)
     folder, name = cli.carry_out("launch", asked, "start")
     return Run(folder, name)
 
@@ -114,6 +115,27 @@ def runs(*names: str, state: str | Sequence[str] | None = None, runs: str | Path
     if state is not None:
         records = ls.in_states(state if isinstance(state, str) else ",".join(state), records)
     return [Run(folder, record["name"]) for record in records]
+
+
+@_refusing
+def plot(runs: Sequence[Run], to: str | Path | None = None) -> Figure:
+    """Draw the curves of several runs into one picture, which a notebook shows. Return the picture.
+
+    Args:
+        to: A file to write as well: .png, .svg or .pdf.
+    """
+    from .views import plot
+
+    given = [runs] if isinstance(runs, Run) else [*runs]
+    if not given or not all(isinstance(run, Run) for run in given):
+        raise Refused("plot() takes a list of runs, such as trainstation.runs('exp-*')")
+    chosen = [run._run() for run in given]
+    caches.provide()
+    if to is not None:
+        plot.plot(chosen, Path(to))
+    figure: Figure = plot.picture(chosen)[0]
+    vars(figure)["_repr_png_"] = functools.partial(_png, figure)  # for notebooks without %matplotlib inline
+    return figure
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -205,21 +227,13 @@ class Run:
         """Print the run's story, as `train show` does."""
         self._command("show")
 
-    @_refusing
     def plot(self, to: str | Path | None = None) -> Figure:
         """Draw the curves of the run. Return the picture, which a notebook shows.
 
         Args:
             to: A file to write as well: .png, .svg or .pdf.
         """
-        from .views import plot
-
-        if to is not None:
-            self._command("plot", to=to)
-        caches.provide()
-        figure: Figure = plot.picture([self._run()])[0]
-        vars(figure)["_repr_png_"] = functools.partial(_png, figure)  # for notebooks without %matplotlib inline
-        return figure
+        return plot([self], to)
 
     @_refusing
     def wait(self, timeout: float = math.inf) -> str:
@@ -265,14 +279,15 @@ class Run:
         return self
 
     @_refusing
-    def fork(self, *, arguments: Sequence[object] = (), **options: Any) -> Run:
+    def fork(self, *, arguments: str | Sequence[object] = (), **options: Any) -> Run:
         """Start a new run that continues from a checkpoint of this one, and return it.
 
         Args:
-            arguments: Other arguments for a script.
+            arguments: Other arguments for a script, as for `launch`.
             options: Flags of `train fork`: name="second", checkpoint="best", optim={"lr": 0.01}.
         """
-        asked = _options("fork", [self.name], {"runs": self.runs, **options}, arguments)
+        is_script = bool(self._run().read().get("script"))
+        asked = _options("fork", [self.name], {"runs": self.runs, **options}, arguments, is_script)
         return Run(self.runs, cli.carry_out("fork", asked, "start"))
 
     # --- use it
@@ -324,6 +339,25 @@ class Run:
 
         step, weights = self._chosen(checkpoint, "export")
         return registered.state_dict(owner.opened(self._run()), name, step, weights)[1]
+
+    @_refusing
+    def export(self, to: str | Path, checkpoint: int | str | None = None, weights: str | None = None) -> Path:
+        """Write the weights to a file for other programs, as `train export` does. Return its path.
+
+        Args:
+            to: A .safetensors, .pt or .onnx file.
+            checkpoint: Step of a checkpoint, or "best". Default: the newest one.
+            weights: "model", "ema" or "trained"; of a script the name that its session registered.
+        """
+        import torch
+
+        from .run.spec import read_spec
+        from .trainer import predict
+
+        run, target = self._run(), Path(to).absolute()
+        with predict.visited(run, read_spec(run), torch.device("cpu")):
+            self._command("export", to=target, checkpoint=checkpoint, weights=weights)
+        return target
 
     # --- inside
 
@@ -388,8 +422,15 @@ def _task(task: str | Path | types.ModuleType) -> str:
     return path.stem if path == Path(tasks.__file__).parent / f"{path.stem}.py" else str(path)
 
 
-def _options(command: str, words: list[str], options: Mapping[str, Any], arguments: Sequence[object] = ()) -> Namespace:
+def _options(
+    command: str, words: list[str], options: Mapping[str, Any], arguments: str | Sequence[object] = (),
+    is_script: bool = False,
+) -> Namespace:  # fmt: skip
     """Return the options of a command, as it parses them from its command line.
+
+    Args:
+        arguments: What follows after --.
+        is_script: Whether the request is about a script, which takes config fields among its own arguments.
 
     Raises:
         Refused: as the command line refuses it.
@@ -398,9 +439,27 @@ def _options(command: str, words: list[str], options: Mapping[str, Any], argumen
     for name, value in _flat(options):
         if name in _OF_COMMAND_LINE:
             raise Refused(f"{name} is for the command line; in Python: run.wait()")
+        if is_script:
+            _check_of_script(made, name, value)
         words = [*words, *_flag(made, name, value)]
-    rest = ["--", *map(str, arguments)] if arguments else []
-    return parser.parse(made, words + rest)
+    rest = _split(arguments) if isinstance(arguments, str) else [*map(str, arguments)]
+    return parser.parse(made, [*words, *(["--", *rest] if rest else [])])
+
+
+def _check_of_script(made: parser.Parser, name: str, value: Any) -> None:
+    """Refuse a name that is neither an option of the command nor a limit of `watch`: it is the script's own."""
+    known = {one: action for one, action in made.flags.items() if not isinstance(action, parser.Field)}
+    if name not in known and not name.startswith("watch."):
+        given = f"arguments=['--{name}', {value!r}]"
+        raise Refused(f"unknown flag {name}{nearest(name, known)}; the script's own arguments are given so: {given}")
+
+
+def _split(text: str) -> list[str]:
+    """Return the words of a text, as a shell splits it."""
+    try:
+        return shlex.split(text)
+    except ValueError:
+        raise Refused(f"arguments={text!r}: a quote is not closed; close it, or give a list of words") from None
 
 
 def _flat(options: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import builtins
+import contextlib
 import difflib
 import errno
 import os
 import re
 import socket
+import traceback
 from collections.abc import Iterable
 
 EXIT_FINISHED = 0
@@ -127,6 +130,20 @@ def of_system(error: OSError) -> str:
 def of_encoding(error: UnicodeEncodeError) -> str:
     """Return what is wrong with a name that the locale cannot encode."""
     return f"{shortened(ascii(error.object), 100)} has characters that this locale lacks; set LC_ALL=C.UTF-8"
+
+
+def described(error: BaseException) -> str:
+    """Return type and message of an error. For a name that does not exist, also the names nearest to it."""
+    known: Iterable[str] = ()
+    if isinstance(error, AttributeError) and error.name is not None:
+        with contextlib.suppress(Exception):  # of a user's own class
+            known = dir(error.obj)
+    elif isinstance(error, NameError) and error.__traceback__ is not None:
+        *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+        known = {*frame.f_locals, *frame.f_globals, *dir(builtins)}
+    name = getattr(error, "name", None) or ""
+    near = nearest(name, (one for one in known if one.startswith("_") == name.startswith("_"))) if name else ""
+    return f"{type(error).__name__}: {error}{near}"
 
 
 def nearest(word: str, known: Iterable[str], *, otherwise: str = "", dashes: str = "") -> str:

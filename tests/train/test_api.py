@@ -63,6 +63,16 @@ def test_a_script_gets_its_arguments_and_a_task_may_be_a_module() -> None:
     said = words(script=Path("a.py"), arguments=["--lr", 0.1, "--name", "-x"], on_restart="--resume {run}/a")
     assert said["on_restart"] == "--resume {run}/a"
     assert (said["script"], said["arguments"], said["task"]) == ("a.py", ["--lr", "0.1", "--name", "-x"], None)
+    assert words(script="a.py", arguments="--lr 0.1 --note 'a b'")["arguments"] == ["--lr", "0.1", "--note", "a b"]
+    with pytest.raises(Refused, match=r"arguments=.*: a quote is not closed"):
+        words(script="a.py", arguments="--note 'a")
+    for given in ({"script": "a.py"}, {"module": "a.b"}):
+        with pytest.raises(Refused, match=r"unknown flag lr; the script's own .*: arguments=\['--lr', 0.1\]"):
+            train.launch(**given, lr=0.1)
+        with pytest.raises(Refused, match=r"unknown flag epochs; .*arguments=\['--epochs', 3\]"):
+            train.launch(**given, epochs=3, watch={"hang_minutes": 3})
+    with pytest.raises(Refused, match="unknown flag nprocs; did you mean nproc"):
+        train.launch(script="a.py", nprocs=3)
     module = types.ModuleType("mine")
     module.__file__ = "/somewhere/mine.py"
     assert api._task(module) == "/somewhere/mine.py"
@@ -137,6 +147,9 @@ def test_only_python_refuses(finished: Station) -> None:
         (lambda: run.predict([]), "the data set has no samples to predict"),
         (lambda: run.predict([0], batch_size=0), "batch_size=0: give a number of samples, at least 1"),
         (lambda: run.predict(["a"]), r"predict\(\) failed: "),
+        (lambda: run.export("a.bin"), "the file name must end in .safetensors or .pt or .onnx"),
+        (lambda: train.plot([]), r"plot\(\) takes a list of runs"),
+        (lambda: train.plot(["done"]), r"plot\(\) takes a list of runs"),  # type: ignore[list-item]
         (lambda: run.state_dict("generator"), "done has registered no module generator; choose one: model"),
     ):
         with pytest.raises(Refused, match=line):
@@ -151,7 +164,9 @@ def test_metrics_become_a_table_of_pandas(finished: Station) -> None:
     assert table["eval.accuracy"].dropna().iloc[-1] == run.metrics[-1]["eval"]["accuracy"]
 
 
-def test_a_run_shows_what_the_command_line_shows(finished: Station, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_shows_what_the_command_line_shows(
+    finished: Station, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     (run,) = train.runs("do*", state=["finished", "failed"], runs=finished.runs)
     assert (run.name, run.state, run.folder) == ("done", "finished", finished.runs / "done")
     assert repr(run) == "<Run done: finished, step 46/46>" and run == train.find("done", runs=finished.runs)
@@ -159,8 +174,9 @@ def test_a_run_shows_what_the_command_line_shows(finished: Station, capsys: pyte
     assert str(run.logs()) == repr(run.logs()) == finished.ok("logs", "done").stdout
     run.show()
     assert capsys.readouterr().out == finished.ok("show", "done").stdout
-    figure: Any = run.plot()
-    assert figure._repr_png_()[:4] == b"\x89PNG"
+    for figure in (run.plot(), train.plot([run, run], tmp_path / "two.svg")):
+        assert figure._repr_png_()[:4] == b"\x89PNG"  # type: ignore[attr-defined]
+    assert (tmp_path / "two.svg").stat().st_size > 1000
     assert run.wait() == "finished"  # at once
 
 
@@ -273,6 +289,11 @@ import torch
 found = ts.find("b").predict(torch.utils.data.TensorDataset(torch.arange(5.0).reshape(5, 1)), batch_size=2)
 assert found["words"] == ["0", "1", "2", "3", "4"] and found["twice"].flatten().tolist() == [0, 2, 4, 6, 8]
 
+before = os.getcwd(), [*sys.path], sys.modules["helper"]
+file = ts.find("b").export("b.safetensors", checkpoint=ts.find("b").record["step"])
+assert file.stat().st_size > 0 and str(file) == os.path.abspath("b.safetensors")
+assert (os.getcwd(), sys.path, sys.modules["helper"]) == before
+
 second = ts.find("a").fork(name="second", epochs=3, optim={"lr": 0.01})
 assert second.wait() == "finished" and second.record["forked_from"]["run"] == "a"
 assert second.resume() is second      # finished already: a line, and nothing is done
@@ -284,6 +305,10 @@ for use in (script.model, script.state_dict):
         use()
     except ts.Refused as error:
         refusals.append(str(error))
+try:
+    script.fork(lr=0.1)
+except ts.Refused as error:
+    assert "arguments=['--lr', 0.1]" in str(error), error
 assert refusals[1] == f"{script.name} runs a script, whose model only its own code can build", refusals
 assert refusals[2].startswith(f"{script.name} runs a script, whose checkpoints are not known here"), refusals
 print("ok", os.path.basename(os.getcwd()))

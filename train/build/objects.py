@@ -54,8 +54,7 @@ def task_of(run: Run, spec: Spec) -> Task:
     os.environ["TRAIN_RUN_DIR"] = str(run.path)  # for the task's own files, in data workers too
     os.environ["TRAIN_NAME"] = run.name
     task = _loaded(run, spec)
-    # in a run of before, a function of these names was a helper of the task
-    return task if spec.sampler else task.without_sampler()
+    return task if spec.config.get("overfit") is None else task.to_overfit()
 
 
 def _loaded(run: Run, spec: Spec) -> Task:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from .. import config as configuration
 from ..config import Config, Optim, strategies
+from ..config.schema import SESSION_CAN
 from ..errors import Refused, nearest, one_line
 from ..tasks import Task
 from .objects import call
@@ -123,8 +124,8 @@ def check_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module, task: Ta
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     if closure is not None and closure.default is closure.empty:
         raise Refused(
-            f"optimizer in {task.file} returns a {type(optimizer).__name__}, which needs the loss several "
-            "times in a step, but a step computes it once; use another optimizer"
+            f"optimizer in {task.file} returns a {type(optimizer).__name__}, which needs the loss several times in a "
+            f"step, but a step of a task computes it once; use another optimizer, or {SESSION_CAN}"
         )
     _check_groups(optimizer, model, task)
     _check_sharded(optimizer, config)

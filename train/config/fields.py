@@ -21,7 +21,7 @@ import pydantic
 import pydantic_core
 from pydantic import ConfigDict, TypeAdapter
 
-from ..errors import Refused, nearest, one_line
+from ..errors import Refused, described, nearest, one_line
 from . import schema
 from .schema import ON_RESUME, Config
 
@@ -140,7 +140,7 @@ def of_settings(what: str) -> Iterator[None]:
     except Refused:
         raise
     except Exception as error:
-        raise Refused(f"{what}: {one_line(f'{type(error).__name__}: {error}')[:300]}") from error
+        raise Refused(f"{what}: {one_line(described(error))[:300]}") from error
 
 
 def parse_value(name: str, annotation: Any, text: str) -> Any:

@@ -36,7 +36,17 @@ Share = Annotated[float, Field(ge=0, le=1)]
 _OfTorch = Literal[
     "adadelta", "adafactor", "adagrad", "adam", "adamax", "adamw", "asgd", "nadam", "radam", "rmsprop", "rprop", "sgd"
 ]  # fmt: skip
-OptimizerName = Annotated[_OfTorch, BeforeValidator(lambda name: name.lower() if isinstance(name, str) else name)]
+SESSION_CAN = "your own loop: a session can (docs/sessions.md)"
+"""What to do instead of a task whose optimizer computes the loss several times in a step."""
+
+
+def _as_optimizer(name: Any) -> Any:
+    if isinstance(name, str) and name.lower() == "lbfgs":
+        raise PydanticCustomError("optimizer", f"computes the loss several times in a step; write {SESSION_CAN}")
+    return name.lower() if isinstance(name, str) else name
+
+
+OptimizerName = Annotated[_OfTorch, BeforeValidator(_as_optimizer)]
 """A class of torch.optim in lower case. The spelling of the class is accepted, too."""
 
 
@@ -266,7 +276,8 @@ class Config:
     """Number of optimizer updates. Replaces epochs."""
     overfit: Count | None = None
     """Train and evaluate on the same N samples of the training set: a random choice, always the same. A model that
-    learns has a loss near 0 after some hundred steps. none: off."""
+    learns has a loss near 0 after some hundred steps. The learning rate stays constant unless --schedule.decay is
+    given. none: off."""
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     """Seed of everything random: order of samples, augmentation, dropout, first weights. data.seed replaces it for
     datasets()."""

@@ -78,7 +78,7 @@ def prepare(
         Refused: the run is not possible as requested.
     """
     task, config = resolve(request)
-    task, warnings = ordered(task, config)
+    task, warnings = overfitted(task, config, request.flags)
     everywhere = ranks * nodes[-1]
     chosen = [name for name in ("micro_batch_size", "cpu_threads") if getattr(config, name) in (None, "auto")]
     is_searched = config.micro_batch_size == "auto"
@@ -140,12 +140,30 @@ def prepare(
     return Plan(files=files, record=record, warnings=warnings, ranks=ranks, task=task, config=config)
 
 
-def ordered(task: Task, config: Config) -> tuple[Task, list[str]]:
-    """Return the task without its own order of the samples where `overfit` chooses them, and a warning about it."""
-    if config.overfit is None or not task.sampler:
+def overfitted(task: Task, config: Config, typed: Collection[str]) -> tuple[Task, list[str]]:
+    """Return the task as `overfit` trains it, and warnings: overfit chooses the samples and keeps the learning rate.
+
+    Args:
+        typed: The fields that the user has typed. They win over overfit.
+    """
+    if config.overfit is None:
         return task, []
-    warning = f"--overfit {config.overfit} chooses the samples, so {task.sampler}() in {task.file} is not called"
-    return task.without_sampler(), [warning]
+    warnings, schedule = [], config.schedule
+    if task.sampler:
+        warnings.append(
+            f"--overfit {config.overfit} chooses the samples, so {task.sampler}() in {task.file} is not called"
+        )
+    keeps = f"--overfit {config.overfit} keeps the learning rate constant"
+    if task.schedule is not None:
+        warnings.append(f"{keeps}, so schedule() in {task.file} is not called")
+    for name, value in {"decay": "constant", "warmup_epochs": 0.0}.items():
+        field, set_to = f"schedule.{name}", getattr(schedule, name)
+        if field in typed or set_to == value:
+            continue
+        if set_to != configuration.fields()[field].default and task.schedule is None:
+            warnings.append(f"{keeps}, so {field} is {value}; to change: --{field} {set_to}")
+        setattr(schedule, name, value)
+    return task.to_overfit(), warnings
 
 
 def _of_hidden(names: list[str]) -> list[str]:

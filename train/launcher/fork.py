@@ -25,7 +25,7 @@ from ..checkpoint.load import load
 from ..config import Config, Parallel
 from ..config.resolve import check_lasts
 from ..data import fingerprint
-from ..errors import Refused, one_line
+from ..errors import Refused, described, one_line
 from ..parallel.precision import cpu_precision
 from ..parallel.world import World
 from ..run import imports, owner
@@ -103,7 +103,7 @@ def prepare_fork(run: Run, step: int, flags: dict[str, str], ranks: int, file: s
     given = Path(file) if file is not None else None
     code = _own(run, spec) if given is None else _of_file(run, given, flags)
     config = _config(run, step, code, flags)
-    task, of_order = checks.ordered(code.task, config)
+    task, of_overfit = checks.overfitted(code.task, config, flags if "overfit" in flags else configuration.fields())
     is_other = "batch_size" in flags or ranks != record["world_size"]
     if is_other and "micro_batch_size" not in flags and "micro_batch_size" in spec.chosen:
         config.micro_batch_size = None
@@ -114,7 +114,7 @@ def prepare_fork(run: Run, step: int, flags: dict[str, str], ranks: int, file: s
         config.cpu_threads, _ = cores.default_threads(ranks, found.precision.device, model)
     code.keep(record, given, config.data.root)
     files: dict[str, str | bytes] = {**code.files, "config.toml": configuration.to_toml(config)}
-    warnings = [*code.warnings, *of_order, *found.warnings]
+    warnings = [*code.warnings, *of_overfit, *found.warnings]
     if code.edited:
         sets = {"train_set": found.train_set, "eval_sets": found.eval_sets}
         differs, facts = _data_of(run, task, config, **sets)
@@ -333,7 +333,7 @@ def _changed(run: Run, step: int, code: _Code, model: nn.Module, after: Config) 
     except Exception as error:
         if not code.edited:
             raise
-        why = one_line(f"{type(error).__name__}: {error}")[:300]
+        why = one_line(described(error))[:300]
         raise Refused(f"the checkpoint of step {step} cannot be loaded by {code.task.file}: {why}") from error
     if code.sets_optimizer:
         old = optimizer.param_groups  # what the edited function set before is only known from the checkpoint

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import shlex
+from decimal import Decimal
 
 from ..build import objects
 from ..build.schedule import Planned, factor_at, factors, moved, rate_scale
@@ -84,7 +85,7 @@ def _ways(
 
 def _epochs(steps: int, planned: Planned) -> str:
     """Return a number of steps in epochs, with as few digits as give these steps again."""
-    texts = (f"{steps / planned.steps_per_epoch:.{digits}g}" for digits in range(1, 17))
+    texts = (f"{Decimal(f'{steps / planned.steps_per_epoch:.{digits}g}'):f}" for digits in range(1, 18))
     return next(text for text in texts if round(float(text) * planned.steps_per_epoch) == steps)
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from .. import variables
-from ..errors import one_line
+from ..errors import described, one_line
 from . import memory
 
 NO_GPU = "No CUDA GPUs are available"
@@ -97,7 +97,7 @@ def failure_of(error: BaseException, task_file: Path | None, snapshot: Path | No
     from ..parallel.torch_private import dump_gpu_memory
     from ..tasks import where
 
-    text = one_line(f"{type(error).__name__}: {error}")
+    text = one_line(described(error))
     of_sample = getattr(error, "sample", "")
     passing = isinstance(error, (dist.DistError, OSError, EOFError))
     if of_sample:  # and the error is not temporary: see data/fetch.py

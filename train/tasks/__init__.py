@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Any
 
 from .. import doing
-from ..errors import Refused, nearest, one_line
+from ..errors import Refused, described, nearest, one_line
 from ..run import owner
 
 _REQUIRED = {"model": "config", "datasets": "config", "loss": "model, batch"}
@@ -98,8 +98,9 @@ class Task:
         """The function that orders the samples of an epoch; '': none, they are shuffled."""
         return next((name for name in _SAMPLERS if getattr(self, name) is not None), "")
 
-    def without_sampler(self) -> Task:
-        return dataclasses.replace(self, order=None, weights=None, lengths=None)
+    def to_overfit(self) -> Task:
+        """Return the task without the functions that `overfit` replaces: the order of samples, and the schedule."""
+        return dataclasses.replace(self, order=None, weights=None, lengths=None, schedule=None)
 
     @property
     def is_built_in(self) -> bool:
@@ -275,7 +276,7 @@ def _execute(path: Path, source: bytes, seen_as: Path) -> Any:
 def where(error: BaseException, path: Path) -> str:
     """Describe an exception of a user's file in one line, with the last line of that file that led to it."""
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
-    what = f"{type(error).__name__}: {error}"
+    what = described(error)
     trace = getattr(error, "trace", what)  # of a loader's process: torch sends it as the message of another error
     if trace is not what or "Original Traceback" in what:
         lines = [int(number) for number in re.findall(rf'File "{re.escape(str(path))}", line (\d+)', trace)]

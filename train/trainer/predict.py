@@ -58,7 +58,7 @@ def model_of(run: Run, step: int | None, *, device: str, weights: str) -> nn.Mod
     place, spec = _device(device), read_spec(run)
     if weights not in ("", "model", AVERAGE):
         raise Refused(f"weights={weights!r}: give 'model', or 'ema' for the average that ema.decay keeps")
-    with _visited(run, spec, place):
+    with visited(run, spec, place):
         task, config, model = _trained(run, spec, step, weights)
         return _ready(task, config, model, place)
 
@@ -91,7 +91,7 @@ def predictions(run: Run, step: int | None, dataset: Any, *, device: str, weight
         raise Refused(f"batch_size={batch_size!r}: give a number of samples, at least 1")
     if not len(dataset):
         raise Refused("the data set has no samples to predict")
-    with _visited(run, spec, place):
+    with visited(run, spec, place):
         task, config, model = _trained(run, spec, step, weights)
         size = batch_size or config.micro_batch_size
         assert isinstance(size, int)
@@ -140,7 +140,7 @@ def _pass(
 
 
 @contextlib.contextmanager
-def _visited(run: Run, spec: Spec, device: torch.device) -> Iterator[None]:
+def visited(run: Run, spec: Spec, device: torch.device) -> Iterator[None]:
     """Context manager in which this process may execute the code of a run. Restores the process on exit."""
     seeded = [device] if device.type == "cuda" else []
     own = set()

@@ -13,7 +13,7 @@ from tests.tasks import TASKS
 from tests.train.tiers import later
 from tests.train.training import OWN_OPTIMIZER, assert_same_training, sample_of
 from train.build.optimizer import make_optimizer, takes_fused
-from train.config import Config, Optim, Parallel
+from train.config import Config, Optim, Parallel, check_flags
 from train.errors import Refused
 
 pytestmark = pytest.mark.never_forgiven
@@ -294,8 +294,10 @@ def test_an_optimizer_of_more_than_the_model_or_without_a_rate_is_refused() -> N
 
 def test_an_optimizer_that_computes_the_loss_by_itself_is_refused() -> None:
     model = torch.nn.Linear(2, 2)
-    with pytest.raises(Refused, match="returns a LBFGS, which needs the loss several times"):
+    with pytest.raises(Refused, match=r"returns a LBFGS, which needs the loss several times .*: a session can"):
         make_optimizer(_optimizer(lambda model: torch.optim.LBFGS(model.parameters())), model, Config())
+    with pytest.raises(Refused, match=r"optim.name .*several times .*: a session can"):
+        check_flags({"optim.name": "LBFGS"})
 
 
 @pytest.fixture(scope="module")

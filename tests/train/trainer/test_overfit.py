@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import numpy as np
 import pytest
 
 from tests.train.training import assert_same_training
+from train.config import Config
+from train.config.schema import Schedule
 from train.data.plan import Plan, Sharing, choice, evaluation_micro_batches, micro_batches_of
 from train.errors import Refused
+from train.launcher.checks import overfitted
+from train.tasks import load
 
 pytestmark = pytest.mark.never_forgiven
 
@@ -39,6 +44,27 @@ def test_a_run_trains_and_evaluates_on_the_same_samples_on_any_number_of_ranks_a
 
     (engine.station.runs / "same1" / FACTS).unlink()  # then a resume compares the number of samples alone
     assert engine.resume("same1", 1, steps=10)["step"] == 10
+
+
+@pytest.mark.parametrize(
+    ("schedule", "own", "typed", "kept", "warned"),
+    [
+        ({}, None, (), ("constant", 0.0), []),
+        ({"decay": "wsd", "warmup_epochs": 2.0}, None, (), ("constant", 0.0),
+         ["schedule.decay is constant; to change: --schedule.decay wsd",
+          "schedule.warmup_epochs is 0.0; to change: --schedule.warmup_epochs 2.0"]),
+        ({"decay": "linear"}, None, ("schedule.decay",), ("linear", 0.0), []),
+        ({}, lambda step, total, config: 0.5, (), ("constant", 0.0), ["digits.py is not called"]),
+    ],
+)  # fmt: skip
+def test_the_learning_rate_stays_constant_unless_its_user_types_another(
+    schedule: dict[str, Any], own: Any, typed: tuple[str, ...], kept: tuple[str, float], warned: list[str]
+) -> None:
+    config = Config(overfit=8, schedule=Schedule(**schedule))
+    task, warnings = overfitted(dataclasses.replace(load("digits"), schedule=own), config, typed)
+    assert task.schedule is None and (config.schedule.decay, config.schedule.warmup_epochs) == kept
+    assert len(warnings) == len(warned) and all(said in text for said, text in zip(warned, warnings, strict=True))
+    assert all("--overfit 8 keeps the learning rate constant, so " in text for text in warnings)
 
 
 @pytest.mark.parametrize("length", [1, 2, 13, 5000])
