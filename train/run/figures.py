@@ -25,6 +25,7 @@ from typing import Any, Protocol, cast
 from ..errors import Refused, one_line, shortened
 from ..signals import end_with_parent
 from . import metrics
+from .epoch_steps import EpochSteps
 from .metrics import Lines, metrics_text
 from .progress_lines import Folding
 from .run_folder import Run, seconds_of
@@ -42,6 +43,8 @@ _PATIENCE = 30.0
 """Seconds without any figure after which the run says so."""
 _LONGEST = 10_000
 """Maximum number of characters of a line of output that is searched."""
+_COLOUR = re.compile(r"\x1b\[[0-9;:]*[A-Za-z]")
+"""Control sequences for colours and the like."""
 _WHOLE = ("step", "epoch", "total_steps")
 """Groups whose values are whole numbers."""
 
@@ -89,10 +92,15 @@ class Source(Protocol):
 
 
 class OutputReader:
-    """Finds figures in the output of a rank by a regular expression."""
+    """Finds figures in the output of a rank by a regular expression.
 
-    def __init__(self, path: Path, text: str) -> None:
-        self.problem = f"no line of the output of rank 0 matches '{text}'"
+    Args:
+        before: The lines of earlier attempts.
+    """
+
+    def __init__(self, path: Path, text: str, before: Iterable[Any] = ()) -> None:
+        self._steps = EpochSteps(before)
+        self.problem = "" if self._steps.has_before else f"no line of the output of rank 0 matches '{text}'"
         self._path, self._expression, self._at = path, _expression(text), 0
         self._folding = Folding(_REDRAWN_EVERY)
 
@@ -105,10 +113,10 @@ class OutputReader:
             self._at = file.tell()
         folded = self._folding.feed(new) + (self._folding.end() if is_last else b"")
         for text in folded.decode(errors="replace").splitlines():
-            if found := self._expression.search(text[:_LONGEST]):
+            if found := self._expression.search(_COLOUR.sub("", text)[:_LONGEST]):
                 line = self._line(found)
                 if line:
-                    yield line
+                    yield self._steps.count(line)
 
     def _line(self, found: re.Match[str]) -> Line:
         line: Line = {}
@@ -243,7 +251,8 @@ def sources_of(run: Run, attempt: int) -> list[Source]:
             path = text.removeprefix(TENSORBOARD).replace(RUN, str(run.path))
             found.append(EventReader(Path(spec.cwd or "/", path), math.floor(started)))
         else:
-            found.append(OutputReader(run.logs(attempt) / "rank0.log", text))
+            before = metrics.each(run) if attempt > 1 else ()
+            found.append(OutputReader(run.logs(attempt) / "rank0.log", text, before))
     return found
 
 

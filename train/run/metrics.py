@@ -7,16 +7,19 @@ Imports no torch.
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import json
 import math
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NotRequired, TypedDict, cast
 
 from . import durable
+from .epoch_steps import IN_EPOCH
 from .record import Record
 from .run_folder import Run
 from .states import CREATED, RUNNING
@@ -71,7 +74,7 @@ class Evaluation(TypedDict):
 
 Line = Training | Evaluation
 
-_PLACE = ("step", "epoch", "total_steps", "wall_time", "samples", "skipped", "eval")
+_PLACE = ("step", IN_EPOCH, "epoch", "total_steps", "wall_time", "samples", "skipped", "eval")
 """Fields of a line that say where or when it stands. All its other numbers are figures."""
 _JSON = json.JSONEncoder(allow_nan=False)
 
@@ -221,21 +224,41 @@ def each(run: Run) -> Iterator[Line]:
 
 
 def lines(run: Run) -> list[Line]:
-    """Return all lines by step, one of a kind per step. A script that goes back to an earlier step replaces later ones.
+    """Return all lines by step, one of a kind per step.
+
+    A script that goes back to an earlier step replaces the later values of the figures that it writes again. Other
+    figures stay: a library may count the steps of its figures separately.
 
     Raises OSError as `each`.
     """
     kept: dict[bool, list[Any]] = {False: [], True: []}
+    last: dict[tuple[bool, str], int] = {}
     for line in each(run):
-        own: Any = kept[is_evaluation(line)]
-        while own and own[-1]["step"] > line["step"]:
-            own.pop()
-        if own and own[-1]["step"] == line["step"]:
-            inner = {"eval": {**own[-1]["eval"], **line["eval"]}} if is_evaluation(line) else {}
-            own[-1] = {**own[-1], **line, **inner}
+        kind, step = is_evaluation(line), line["step"]
+        own: Any = kept[kind]
+        again = {name for name in figures_of(line) if last.get((kind, name), 0) > step}
+        if again:
+            _forget(own, step, again)
+        last |= {(kind, name): step for name in figures_of(line)}
+        at = bisect.bisect_right(own, step, key=itemgetter("step")) if own and own[-1]["step"] > step else len(own)
+        if at and own[at - 1]["step"] == step:
+            inner = {"eval": {**own[at - 1]["eval"], **line["eval"]}} if is_evaluation(line) else {}
+            own[at - 1] = {**own[at - 1], **line, **inner}
         else:
-            own.append(line)
+            own.insert(at, line)
     return sorted([*kept[False], *kept[True]], key=lambda line: line["step"])  # stable: evaluations come second
+
+
+def _forget(own: list[Any], step: int, names: set[str]) -> None:
+    """Remove figures of these names from lines of one kind after a step, and lines without any figure left."""
+    for at in range(len(own) - 1, -1, -1):
+        if own[at]["step"] <= step:
+            return
+        given = own[at].get("eval", own[at])
+        for name in names & given.keys():
+            del given[name]
+        if not figures_of(own[at]):
+            del own[at]
 
 
 def evaluations(run: Run) -> list[Evaluation]:

@@ -16,6 +16,7 @@ from .. import module_runner
 from ..errors import Refused, shortened
 from ..gpus import VISIBLE
 from ..run import metrics
+from ..run.figures import TENSORBOARD
 from ..run.metrics import Line
 from ..run.run_folder import Run
 from ..run.spec import Spec
@@ -32,7 +33,8 @@ class ScriptFigures:
     def __init__(self, run: Run, spec: Spec, attempt: int) -> None:
         self._run, self._tail = run, metrics.Tail(run)
         self._changes: dict[str, Any] = {}
-        self._note_at, self._rejected = 0.0, b""
+        self._note_at, self._rejected, self._step = 0.0, b"", 0
+        self._has_expression = any(not text.startswith(TENSORBOARD) for text in spec.figures)
         self._clock = _Clock()
         record: Any = {}
         with contextlib.suppress(Refused):
@@ -57,9 +59,7 @@ class ScriptFigures:
 
     def look(self) -> None:
         """Read new lines. Called several times a second."""
-        lines = self._tail.new()
-        for line in lines:
-            self._take(line)
+        lines = [line for line in self._tail.new() if self._take(line)]
         if lines and (step_time := self._clock.seconds_per_step(lines)) is not None:
             self._changes["step_time"] = step_time
         if self._tail.rejected != self._rejected:
@@ -69,19 +69,25 @@ class ScriptFigures:
         if self._changes and time.monotonic() >= self._note_at:
             self._note()
 
-    def _take(self, line: Line) -> None:
+    def _take(self, line: Line) -> bool:
+        """Note the figures of a line. Returns whether it says how far the script is: a library may count the steps of
+        some figures separately."""
         given, total = metrics.figures_of(line), line.get("total_steps")
-        self._changes |= {name: line[name] for name in ("step", "epoch") if name in line}
-        if isinstance(total, int) and total > 0:
-            self._changes["total_steps"] = total
+        is_place = "loss" in given or line["step"] >= self._step
+        if is_place:
+            self._step = line["step"]
+            self._changes |= {name: line[name] for name in ("step", "epoch") if name in line}
+        if "total_steps" in line:
+            self._changes["total_steps"] = total if isinstance(total, int) and total > 0 else None
         if metrics.is_evaluation(line):
             self._metrics |= given
             self._changes["metrics"] = self._metrics
-            return
+            return is_place
         self._figures |= given
         self._changes["last_figures"] = self._figures
         if "loss" in given:
             self._changes["loss"] = given["loss"]
+        return is_place
 
     def _note(self) -> None:
         self._note_at = time.monotonic() + _NOTE_EVERY
@@ -98,7 +104,8 @@ class ScriptFigures:
             except subprocess.TimeoutExpired:
                 self._reader.kill()
                 self._reader.wait()
-                self._changes["figures_problem"] = "--figures: it takes too long to read; simplify the expression"
+                remedy = "simplify the expression" if self._has_expression else "the last figures are missing"
+                self._changes["figures_problem"] = f"--figures: it takes too long to read; {remedy}"
         self.look()
         if self._changes:
             self._note()

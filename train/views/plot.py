@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import math
 from array import array
@@ -69,6 +70,8 @@ class Curves:
         default_factory=lambda: {name: array("d") for name in _TRAINING}
     )
     """Maps LOSS, LR, SPEED, WAIT, STEP and NORM to their values, in the units of metrics.Training."""
+    _last: dict[str, int] = dataclasses.field(default_factory=dict)
+    """Maps a name in `training` to the step of its last value."""
     evaluations: dict[str, tuple[array[float], array[float]]] = dataclasses.field(default_factory=dict)
     """Maps a metric of the evaluations, or another figure of a script, to its steps and values."""
 
@@ -84,18 +87,31 @@ class Curves:
         return self
 
     def _add_training(self, line: Mapping[str, Any]) -> None:
-        while self.steps and self.steps[-1] > line["step"]:  # a script went back to an earlier checkpoint
-            self._drop_last()
-        if not self.steps or self.steps[-1] < line["step"]:
-            self.steps.append(line["step"])
+        given = self.training.keys() & line.keys()
+        if not given:
+            return
+        self._forget(line["step"], {name for name in given if self._last.get(name, 0) > line["step"]})
+        self._last |= dict.fromkeys(given, line["step"])
+        at = bisect.bisect_right(self.steps, line["step"])
+        if not at or self.steps[at - 1] < line["step"]:
+            self.steps.insert(at, line["step"])
             for column in self.training.values():
-                column.append(math.nan)
-        for name in self.training.keys() & line.keys():
-            self.training[name][-1] = _drawable(line[name])
+                column.insert(at, math.nan)
+            at += 1
+        for name in given:
+            self.training[name][at - 1] = _drawable(line[name])
 
-    def _drop_last(self) -> None:
-        for column in (self.steps, *self.training.values()):
-            column.pop()
+    def _forget(self, step: int, names: set[str]) -> None:
+        """Remove values after a step: a script went back to an earlier checkpoint, and writes them again."""
+        for name in names:
+            for row in range(bisect.bisect_right(self.steps, step), len(self.steps)):
+                self.training[name][row] = math.nan
+        while names and self.steps and self.steps[-1] > step and self._is_empty(-1):
+            for column in (self.steps, *self.training.values()):
+                column.pop()
+
+    def _is_empty(self, row: int) -> bool:
+        return all(math.isnan(column[row]) for column in self.training.values())
 
     @property
     def panels(self) -> list[str]:

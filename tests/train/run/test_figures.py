@@ -96,3 +96,37 @@ def test_scalars_of_the_writers_of_several_libraries_get_the_usual_names(tmp_pat
     writer.close()
     next((tmp_path / "runs" / "version_0").iterdir()).write_bytes(b"rubbish" * 100)
     assert [*reader.lines(True)] == []
+
+
+EPOCHS = r"Epoch: \[(?P<epoch>\d+)\]\s+\[\s*(?P<step>\d+)/(?P<total_steps>\d+)\].*loss: (?P<loss>\S+)"
+
+
+def test_steps_that_begin_anew_in_each_epoch_count_on_over_attempts_too(tmp_path: Path) -> None:
+    def write(attempt: int, *epochs: int) -> list[figures.Line]:
+        log = tmp_path / f"{attempt}.log"
+        lines = [
+            f"\x1b[32mEpoch: [{epoch}]  [ {step}/6]  loss: \x1b[1m{step + 1}.5\x1b[0m"
+            for epoch in epochs
+            for step in (0, 2, 4)
+        ]
+        log.write_text("\n".join(lines) + "\n")
+        return [*OutputReader(log, EPOCHS, before).lines(is_last=True)]
+
+    before: list[figures.Line] = []
+    before += write(1, 0, 1)
+    assert [line["step"] for line in before] == [0, 2, 4, 6, 8, 10]
+    assert before[4] == {"epoch": 1, "step": 8, "step_in_epoch": 2, "total_steps": None, "loss": 3.5}
+    assert [line["step"] for line in write(2, 1, 2)] == [6, 8, 10, 12, 14, 16]
+
+
+def test_a_step_that_counts_on_over_epochs_stays_as_it_is(tmp_path: Path) -> None:
+    log, places = tmp_path / "rank0.log", [(0, 1), (0, 2), (1, 3), (1, 4), (1, 3), (2, 5)]  # with a step back
+    log.write_text("".join(f"{epoch} {step} 0.5\n" for epoch, step in places))
+    lines, _ = read(log, r"(?P<epoch>\d+) (?P<step>\d+) (?P<loss>\S+)")
+    assert [(line["epoch"], line["step"]) for line in lines] == places
+
+
+def test_after_a_restart_no_line_is_missed_before_there_is_one(tmp_path: Path) -> None:
+    (tmp_path / "rank0.log").write_text("loading\n")
+    reader = OutputReader(tmp_path / "rank0.log", NANOGPT, [{"step": 3, "loss": 0.5}])
+    assert [*reader.lines(is_last=True)] == [] and reader.problem == ""

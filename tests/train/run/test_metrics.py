@@ -151,6 +151,19 @@ def test_of_a_step_that_is_made_again_the_last_line_counts(run: Run) -> None:
     ]
 
 
+def test_a_figure_that_counts_its_steps_separately_cuts_no_other(run: Run) -> None:
+    def found() -> list[tuple[int, dict[str, float | None]]]:
+        return [(line["step"], metrics.figures_of(line)) for line in metrics.lines(run)]
+
+    first, second = '{"step": 10, "loss": 10}', '{"step": 20, "loss": 20}'
+    write_texts(run, first, '{"step": 1, "valid": 1}', second, '{"step": 2, "valid": 2}', '{"step": 0, "hp": -1}')
+    assert found() == [
+        (0, {"hp": -1}), (1, {"valid": 1}), (2, {"valid": 2}), (10, {"loss": 10}), (20, {"loss": 20})
+    ]  # fmt: skip
+    write_texts(run, first, second, '{"step": 15, "loss": 7, "hp": 1}')
+    assert found() == [(10, {"loss": 10}), (15, {"loss": 7, "hp": 1})]
+
+
 def test_a_tail_keeps_the_last_line_that_it_could_not_read(run: Run) -> None:
     tail = Tail(run)
     write_texts(run, '{"step": 1, "loss": 1}', "", "step=2 loss=1")
