@@ -1,4 +1,5 @@
-"""A first look at the evaluation: one micro batch of each evaluation set is evaluated before a run is created.
+"""A first look at the evaluation: two micro batches of each evaluation set are evaluated before a run is created. They
+are the first, and the last, which may be short.
 
 A bug in `metrics`, `predict`, `compute_metrics` or `images` would otherwise show after an epoch. The look happens in a
 fork, on the CPU, with the first weights, because what a forward changes (buffers, counters, generators) must not reach
@@ -8,6 +9,7 @@ the run. It leaves out what takes the same way through the task: the average of 
 from __future__ import annotations
 
 import bdb
+import collections
 import dataclasses
 import os
 import traceback
@@ -22,7 +24,7 @@ from ..build import determinism, objects
 from ..config import Config
 from ..data.aside import aside
 from ..data.fetch import EVALUATION, passes
-from ..data.plan import Sharing, evaluation_micro_batches
+from ..data.plan import MicroBatch, Sharing, evaluation_micro_batches
 from ..errors import Refused, TrainingFailed, nearest, one_line
 from ..parallel import gather
 from ..parallel.precision import cpu_precision
@@ -48,7 +50,7 @@ def warnings(
     task: Task, config: Config, *, model: nn.Module, eval_sets: Mapping[str, Any], ranks: int, device: torch.device,
     named: Mapping[str, str], way: str = f"mend it, or launch without this first look at the evaluation: {_OFF}",
 ) -> list[str]:  # fmt: skip
-    """Evaluate one micro batch of each evaluation set. Returns what the user should know about it.
+    """Evaluate the first and the last micro batch of each evaluation set. Returns what the user should know about it.
 
     Args:
         ranks: Number of ranks on all machines.
@@ -116,8 +118,9 @@ def _problems(
     determinism.lay_out(model, config)
     with loader:
         for number, (name, plan) in enumerate(objects.evaluation_plans(config, eval_sets).items(), 1):
-            one = dataclasses.replace(plan, limit=min(plan.evaluated, plan.micro_batch_size))
-            batches = loader.batches(evaluation_micro_batches(one, Sharing(), evaluation=number))
+            micros = _ends(evaluation_micro_batches(plan, Sharing(), evaluation=number))
+            one = dataclasses.replace(plan, limit=sum(len(micro.indices) for micro in micros))
+            batches = loader.batches(iter(micros))
             try:
                 with without_compiler(), gather.evaluating(ranks):
                     found = evaluate(
@@ -130,6 +133,13 @@ def _problems(
             except (Exception, SystemExit) as error:
                 of = "" if len(eval_sets) == 1 else f" (set {name or EVALUATION})"
                 yield f"{_said(task, error)}{of}", _recurs(task, error, device)
+
+
+def _ends(micros: Iterator[MicroBatch]) -> list[MicroBatch]:
+    """Return the first and the last micro batch of a set, numbered as if they were the whole set."""
+    first = next(micros)
+    last = collections.deque(micros, maxlen=1)
+    return [first, *(micro._replace(number=1) for micro in last)]
 
 
 def _said(task: Task, error: BaseException) -> str:

@@ -61,6 +61,11 @@ class World:
         """The same ranks with a group that waits for rank 0 as long as it lives. A collective when it is first used."""
         return self.with_own_group(datetime.timedelta(days=365))
 
+    @functools.cached_property
+    def beside(self) -> World:
+        """The same ranks with a group that no code of a task uses. A collective when it is first used."""
+        return self.with_own_group()
+
     def of_rank_0(self) -> World:
         """Return rank 0 without the others, for what it does alone."""
         return World(0, size=1, local_rank=0, device=self.device)

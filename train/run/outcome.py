@@ -48,6 +48,8 @@ class Outcome:
     """Whether a new attempt would fail or die in the same way."""
     is_of_system: bool = False
     """Whether the cause is an OSError, whose reason needs no traceback."""
+    is_own: bool = False
+    """Whether the reason is in the words of the task's own `raise`, which say nothing about the machine."""
     traceback: str = ""
     time: float = dataclasses.field(default_factory=time.time)
     """Seconds since the epoch."""

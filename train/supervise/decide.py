@@ -180,7 +180,8 @@ def decide(facts: Facts) -> Decision:
     decision = _decide(facts)
     if decision.end not in (states.FAILED, "died") or decision.reason is None:  # restarts, or torchrun reports it
         return decision
-    if last_words.advice(decision.why):
+    fault = facts.outcomes.get(decision.rank) if decision.rank is not None else None
+    if (fault is not None and fault.is_own) or last_words.advice(decision.why):
         return decision
     said = _raised(facts, decision.why) or facts.program.last_words(facts, decision.rank)
     hint = diagnose.hint("\n".join([decision.why, *said]))

@@ -7,6 +7,7 @@ being handled. Knows messages of torch, NCCL, CUDA, the kernel and this package.
 
 from __future__ import annotations
 
+import dis
 import re
 import traceback
 from dataclasses import dataclass
@@ -31,6 +32,8 @@ _OF_PROGRAM = (
     "PTX was compiled with an unsupported toolchain",
 )  # fmt: skip
 """Parts of device errors that recur, such as an index out of range or code for another GPU."""
+_OF_MACHINE = ("distributed", "cuda", "utils/data", "_inductor")
+"""Parts of torch that write messages about networks, devices and other processes in Python."""
 _BUSY = re.compile(
     r"Resource temporarily unavailable|can't start new thread|[Tt]hread creation failed|BlockingIOError|\bEAGAIN\b"
 )
@@ -59,6 +62,10 @@ _PREFIX = re.compile(r"^\[rank\d+\]: ?")
 """Prefix of torch's lines about an exception."""
 
 
+_OWN = re.compile(r"(Value|Type|Key|Index|Lookup|Attribute|Assertion|Name|NotImplemented|ZeroDivision)Error\b")
+"""Begins the last line of an exception that no lack of a resource raises, whatever its message says."""
+
+
 @dataclass(frozen=True)
 class Cause:
     """Why a process ended, in one line, and whether that would recur."""
@@ -82,8 +89,33 @@ def is_of_others(text: str) -> bool:
     return any(word in text for word in OF_OTHERS) and not any(word in text for word in _OF_PROGRAM)
 
 
+def _raised_in(error: BaseException) -> str:
+    """Return the file whose `raise` made an exception; '': C code made it, or it was never raised."""
+    place = error.__traceback__
+    while place is not None and place.tb_next is not None:
+        place = place.tb_next
+    if place is None:
+        return ""
+    code = place.tb_frame.f_code
+    return code.co_filename if dis.opname[code.co_code[place.tb_lasti]] == "RAISE_VARARGS" else ""
+
+
+def _speaker(error: BaseException, folders: tuple[Path, ...]) -> BaseException | None:
+    """Return the exception whose message was written by C code or in these folders: this one, or one behind it. None:
+    the message is in the task's own words, which say nothing about the machine."""
+    seen: set[int] = set()
+    now: BaseException | None = error
+    while now is not None and id(now) not in seen:
+        seen.add(id(now))
+        file = _raised_in(now)
+        if not file or any(Path(file).is_relative_to(folder) for folder in folders):
+            return now if now is error or isinstance(now, RuntimeError) else None
+        now = now.__cause__ or (None if now.__suppress_context__ else now.__context__)
+    return None
+
+
 def failure_of(error: BaseException, task_file: Path | None, snapshot: Path | None = None) -> dict[str, Any]:
-    """Return `reason`, `recurs` and `traceback` of the exception that ends a rank, for its outcome.
+    """Return `reason`, `recurs`, `traceback` and `is_own` of the exception that ends a rank, for its outcome.
 
     `recurs` says whether a new attempt would fail in the same way. Randomness is deterministic here, so an exception of
     the task recurs. An error of the network, of the machine, or from another rank's death may not.
@@ -100,6 +132,9 @@ def failure_of(error: BaseException, task_file: Path | None, snapshot: Path | No
     text = one_line(described(error))
     of_sample = getattr(error, "sample", "")
     passing = isinstance(error, (dist.DistError, OSError, EOFError))
+    library, package = Path(torch.__file__).parent, Path(__file__).parents[1]
+    machine = _speaker(error, (*(library / name for name in _OF_MACHINE), package))
+    is_own = _speaker(error, (library, package)) is None
     if of_sample:  # and the error is not temporary: see data/fetch.py
         passing = False
         text = f"{of_sample}: {text}"
@@ -108,21 +143,22 @@ def failure_of(error: BaseException, task_file: Path | None, snapshot: Path | No
     elif (
         isinstance(error, RuntimeError) and "Original Traceback" not in text
     ):  # that means an error of the dataset in a data worker
-        passing |= is_of_others(text)
-    passing |= isinstance(error, RuntimeError) and not of_sample and is_busy(text)
-    setting = "" if of_sample else variables.behind(text)
-    line = _with_remedy(where(error, task_file) if task_file is not None else text)
+        passing |= machine is not None and is_of_others(str(machine))
+    passing |= isinstance(error, RuntimeError) and not of_sample and machine is not None and is_busy(str(machine))
+    setting = "" if of_sample or is_own else variables.behind(text)
+    line = where(error, task_file) if task_file is not None else text
+    line = line if is_own else _with_remedy(line)
     if isinstance(error, torch.OutOfMemoryError):
         line = f"out of memory ({line[:300]}): {memory.ADVICE_ON_GPU}"
         if snapshot is not None and dump_gpu_memory(snapshot):
             where_to = f"{snapshot.parent.name}/{snapshot.name}, for https://pytorch.org/memory_viz"
             line += f"; memory in use: {where_to}"
-    elif isinstance(error, (MemoryError, OSError, RuntimeError)) and memory.is_refused(text):
+    elif isinstance(error, (MemoryError, OSError, RuntimeError)[: 1 if is_own else 3]) and memory.is_refused(text):
         line = f"out of memory ({line[:300]}): {memory.refused_at()}; {memory.ADVICE}"
         passing = False
     elif setting:
         line, passing = f"{setting} ({line[:300]})", False
-    return {"reason": line[:900], "recurs": not passing, "traceback": traceback.format_exc()}
+    return {"reason": line[:900], "recurs": not passing, "traceback": traceback.format_exc(), "is_own": is_own}
 
 
 def _with_remedy(line: str) -> str:
@@ -140,6 +176,7 @@ def in_log(text: str, limit: str = "") -> Cause | None:
         limit: Text of the memory limit that applied to it; '': that of this process.
     """
     lines = [_PREFIX.sub("", line) for line in text.splitlines() if line.strip()][-_LAST:]
+    lines = [line for line in lines if not _OWN.match(line)]
     for line in reversed(lines):
         if memory.is_refused(line):
             return Cause(

@@ -34,6 +34,7 @@ from ..run.run_folder import Run
 from ..run.spec import Spec
 from ..tasks import Task
 from . import media
+from .agreement import Agreement
 from .predictions import Predictions
 
 if TYPE_CHECKING:
@@ -67,6 +68,7 @@ def evaluate(
     stop: Callable[[], bool] = lambda: False,
     beat: Callable[[int], None] = lambda phase: None,
     show: Show | None = None,
+    failed: Callable[[], None] | None = None,
 ) -> tuple[dict[str, float], int] | None:
     """Evaluate all sets. Returns the figures and the number of samples that were read; None if a stop interrupted it.
 
@@ -82,10 +84,13 @@ def evaluate(
         beat: shows a sign of life in this phase, see run/heartbeat.py.
         show: called with what `images` makes of this rank's first batch, and on rank 0 with the pictures of each
             `compute_metrics`. None: `images` is not called.
+        failed: as in Agreement.
 
     Raises:
         TrainingFailed: the task returns something else than figures, or not the same ones for every batch.
+        DistError: an error on another rank.
     """
+    agreement = Agreement(world, stop, failed)
     variants: dict[str, Weights] = {"": contextlib.nullcontext}  # by what the names of their figures begin with
     if average is not None:
         variants["ema."] = average.swapped
@@ -103,7 +108,7 @@ def evaluate(
                     for prefix, weights in variants.items()
                 ]
                 micros, slots = math.ceil(plan.evaluated / plan.micro_batch_size), sharing.computed
-                if not _compute(passes, stream, len(slots(micros)), lambda: world.any(stop()), beat, show_first):
+                if not _compute(passes, stream, len(slots(micros)), agreement, beat, show_first):
                     return None
                 show_first, seed = None, seed_of(plan.seed, "compute_metrics")
                 ends = [one.end(micros, seed, beat, show) for one in passes]
@@ -117,24 +122,28 @@ def evaluate(
 
 
 def _compute(
-    passes: Sequence[_Pass], stream: Iterator[tuple[MicroBatch, Any]], slots: int, stops: Callable[[], bool],
+    passes: Sequence[_Pass], stream: Iterator[tuple[MicroBatch, Any]], slots: int, agreement: Agreement,
     beat: Callable[[int], None], show: Show | None,
 ) -> bool:  # fmt: skip
     """Compute this rank's micro batches of a set. Returns False if a stop interrupted it."""
     for slot in range(slots):
         if slot % _ASK_EVERY == 0:
-            if stops():
+            if agreement.stops():
                 return False
             for one in passes:
                 one.predictions.collect()
         beat(heartbeat.EVALUATING)
-        micro, batch = next(stream)
-        assert micro.evaluation
-        if not len(micro.indices):  # none of its samples could be read
+        if agreement.error is not None:
             continue
-        for one in passes:
-            one.compute(micro, batch, show)
-            show = None
+        try:
+            micro, batch = next(stream)
+            assert micro.evaluation
+            for one in passes if len(micro.indices) else ():  # else none of its samples could be read
+                one.compute(micro, batch, show)
+                show = None
+        except (Exception, SystemExit) as error:
+            agreement.caught(error)
+    agreement.check()
     return True
 
 

@@ -6,7 +6,7 @@ import contextlib
 import functools
 import gc
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, cast
 
@@ -158,6 +158,7 @@ class Loop:
         self._flops = flops_of(job.config, job.world)
         traced = steps_of(job.config.trace if job.world.is_first else "")
         self.trace = Trace(job.run, traced, device.type == "cuda", job.loggers.say)
+        self._has_evaluated = False
         self.early_reason = self._ends_early()
         """Why the evaluations so far end the run before its last step; '' if they do not."""
 
@@ -276,7 +277,28 @@ class Loop:
         )
 
     def evaluate(self) -> None:
-        """Evaluate. A stop request ends the evaluation; a resume then repeats it."""
+        """Evaluate. A stop request ends the evaluation; a resume then repeats it.
+
+        Before an error in the evaluation ends the run, the state is saved, so that a resume repeats no step.
+        """
+        agreed = list[bool]()
+        is_alone = self.job.world.size == 1
+        splits = configuration.strategies.of(self.job.config.parallel.strategy, self.job.world.size).splits_parameters
+        together = not splits  # else a rank with an error would be missed in the others' forward
+        if not (is_alone or together or self._has_evaluated):  # no rank could save after another one's error
+            self.save()
+            self.finish_saving()
+        try:
+            self._evaluate((lambda: agreed.append(True)) if together else None)
+        except (Exception, SystemExit) as error:
+            if agreed or is_alone or (together and isinstance(error, TrainingFailed)):  # every rank comes here
+                with contextlib.suppress(Exception):
+                    self.save()
+                    self.finish_saving()
+            raise
+        self._has_evaluated = True
+
+    def _evaluate(self, failed: Callable[[], None] | None) -> None:
         job = self.job
         faults.here("evaluate")
         if job.data.orders is not None:  # the next steps are fetched meanwhile
@@ -293,7 +315,7 @@ class Loop:
             evaluated = evaluate(
                 job.task, job.strategy.module, job.data.evaluations, stream=self._prefetch.batches,
                 world=job.world, sharing=job.sharing, precision=job.precision, average=job.hooks.average, beat=beat,
-                stop=lambda: job.stop.asked, show=functools.partial(job.loggers.media, self.done),
+                stop=lambda: job.stop.asked, show=functools.partial(job.loggers.media, self.done), failed=failed,
             )  # fmt: skip
         if evaluated is None:
             self.is_stopping = True

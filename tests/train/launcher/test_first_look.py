@@ -169,6 +169,7 @@ def _prepared(folder: Path, text: str, ranks: int = 1, **flags: Any) -> list[str
         (PREDICT + "def compute_metrics(p):\n    return p['y']", "compute_metrics in .* must return a dict of numbers"),
         ("def images(model, batch):\n    return [batch]", "images in .* must return a dict of pictures"),
         (METRICS + "exit(3)}", "SystemExit: 3"),
+        ("_last = 10.0\n" + METRICS + "typo if batch[0].max() > _last else 1}", "NameError: name 'typo'"),
     ],
 )  # fmt: skip
 def test_a_bug_is_told_with_its_line(tmp_path: Path, text: str, why: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import resource
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 
@@ -15,6 +16,7 @@ NOTHING = {
     "a peer that is gone": "RuntimeError: [gloo/transport/tcp/pair.cc] Connection closed by peer",
     "a device": "RuntimeError: CUDA error: an illegal memory access was encountered",
     "memory long ago": "MemoryError, trying half of it\n" + "step\n" * 20,
+    "own words": "ValueError: cannot allocate memory for a box; can't start new thread",
     "nothing": "",
 }
 
@@ -55,6 +57,34 @@ def test_memory_and_busy_machines_of_a_task_are_told_alike() -> None:
     assert allocator["recurs"] and "out of memory" in allocator["reason"]
     assert not failure_of(RuntimeError("can't start new thread"), None)["recurs"]
     assert not failure_of(BlockingIOError(11, "Resource temporarily unavailable"), None)["recurs"]
+
+
+SAID = ("CUDA error: x", "Connection refused", "NCCL error", "can't start new thread", "cannot allocate memory")
+
+
+def test_only_the_layer_that_fails_says_what_may_pass() -> None:
+    import torch
+
+    def failure(text: str, cause: Exception | None = None) -> Any:
+        try:
+            raise RuntimeError(text) from cause
+        except RuntimeError as error:
+            return failure_of(error, None)
+
+    for text in SAID:
+        own = failure(text)
+        assert own["recurs"] and own["is_own"] and "out of memory" not in own["reason"], own
+    behind = failure("step 3 failed", RuntimeError("CUDA error: unspecified launch failure"))
+    assert not behind["recurs"] and not behind["is_own"]
+    model = type("ConnectionNet", (torch.nn.Linear,), {})(1, 1)
+    try:
+        model.load_state_dict({})  # torch names the user's class
+    except RuntimeError as error:
+        assert "ConnectionNet" in str(error) and failure_of(error, None)["recurs"]
+    try:
+        (lambda: torch.ones(2) @ torch.ones(3))()  # C code raises it in the user's line
+    except RuntimeError as error:
+        assert failure_of(error, None)["recurs"] and not failure_of(error, None)["is_own"]
 
 
 def test_a_message_of_torch_that_has_a_remedy_ends_with_it() -> None:

@@ -46,6 +46,28 @@ def test_a_failure_that_only_another_rank_meets_is_the_reason(engine: Any) -> No
     assert "rank 1: loss in" in record["reason"] and "scalar" in record["reason"]
 
 
+@pytest.mark.parametrize(("ranks", "strategy"), [(1, "auto"), (2, "ddp"), (2, "fsdp")])
+def test_an_error_in_an_evaluation_costs_no_step(engine: Any, tmp_path: Path, ranks: int, strategy: str) -> None:
+    task = tmp_path / "late.py"  # an error of one rank alone, in the second evaluation, in the last, short micro batch
+    task.write_text(
+        engine.task.read_text() + "\n\n_seen = []\n\n\ndef metrics(model: Any, batch: Any) -> dict[str, Any]:\n"
+        "    _seen.append(len([*batch.values()][0]) < 4)\n"
+        "    mended = Path(os.environ['TRAIN_RUN_DIR'], 'mended').exists()\n"
+        f"    if sum(_seen) == {1 if strategy == 'fsdp' else 2} and _seen[-1] and not mended:\n"
+        "        raise ValueError('a short one')\n    return {}\n"
+    )
+    name = f"late-{ranks}-{strategy}"
+    flags = {"eval__every_steps": 2, "eval__first": "false", "steps": 6, "parallel__strategy": strategy}
+    record = engine.run(name, ranks, task=task, **flags)
+    at = 2 if strategy == "fsdp" else 4
+    assert (engine.code, record["state"]) == (3, "failed") and "ValueError: a short one" in record["reason"]
+    assert engine.station.run(name).newest_checkpoint == at
+    (engine.station.runs / name / "mended").touch()
+    assert engine.resume(name, ranks)["state"] == "finished"
+    assert engine.station.record(name)["attempts"][-1]["from_step"] == at
+    assert [line["step"] for line in engine.station.metrics(name) if "eval" in line] == [2, 4, 6]
+
+
 def test_the_others_do_not_wait_for_a_rank_that_failed_before_they_met_it(
     engine: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
