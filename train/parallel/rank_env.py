@@ -49,6 +49,17 @@ def read_rank_env() -> RankEnv:
         raise Refused(f"RANK, WORLD_SIZE and LOCAL_RANK must be numbers: {one_line(error)}") from None
 
 
+STORE = "TRAIN_STORE"
+"""Environment variable of a script's ranks: TORCHELASTIC_RUN_ID and the port of the launcher's store."""
+
+
+def store_port() -> int | None:
+    """Return the port of the launcher's store, whatever MASTER_PORT the script sets; None: no launcher of ours."""
+    run_id, _, port = os.environ.get(STORE, "").partition(" ")
+    # another launcher that the script starts inherits the variable
+    return int(port) if port and run_id == os.environ.get("TORCHELASTIC_RUN_ID") else None
+
+
 def meeting_port(usual: str = "") -> int:
     """Return the port that MASTER_PORT names.
 

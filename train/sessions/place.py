@@ -20,7 +20,7 @@ from typing import Any, NoReturn
 
 from .. import faults, screen
 from ..errors import EXIT_STOPPED, Refused, TrainingFailed
-from ..parallel.rank_env import RankEnv, is_under_torchrun, meeting_port, read_rank_env
+from ..parallel.rank_env import RankEnv, is_under_torchrun, meeting_port, read_rank_env, store_port
 from ..run import durable, heartbeat, outcome
 from ..run.heartbeat import Heart
 from ..run.metrics import Lines, metrics_text
@@ -390,9 +390,11 @@ def _connect(rank_env: RankEnv) -> Any:
         return None
     import torch.distributed as dist
 
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        raise Refused("the ranks of a session meet at torchrun's store; start them with train launch or torchrun")
-    host, port = os.environ.get("MASTER_ADDR", "127.0.0.1"), meeting_port()
+    host, port = "127.0.0.1", store_port()
+    if port is None:
+        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+            raise Refused("the ranks of a session meet at torchrun's store; start them with train launch or torchrun")
+        host, port = os.environ.get("MASTER_ADDR", host), meeting_port()
     store = dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=_MEETING)
     return dist.PrefixStore(f"trainstation/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 

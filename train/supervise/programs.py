@@ -323,8 +323,11 @@ class Script(Program):
     ) -> Ranks:
         from .ranks import ScriptRanks
 
+        starts = script_command.Starts(spec)
+
         def command(attempt: int) -> script_command.Start:
-            arguments, line = script_command.arguments_at(spec, run.path, attempt)
+            has_failed = script_command.has_failed(run.attempts()[:-1], 60 * healthy_minutes(spec))
+            arguments, line = starts.arguments(run.path, attempt, has_failed)
             for text in (*self.edited(spec, run.name), *filter(None, [line])):
                 say(text)
             program = ["-m", spec.script_module] if spec.script_module else [spec.script]

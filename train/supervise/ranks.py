@@ -24,7 +24,7 @@ from typing import Any, Protocol
 from .. import hash_seed
 from ..checkpoint.buffers import ENVIRONMENT, SnapshotMemory
 from ..errors import Refused, one_line
-from ..parallel.rank_env import RankEnv
+from ..parallel.rank_env import STORE, RankEnv
 from ..run.run_folder import Lock, Run
 from ..run.spec import Spec
 from ..zygote.client import RANKS, SCRIPT, Zygote
@@ -261,14 +261,15 @@ class ScriptRanks(Ranks):
         if start.line:
             with (self.run.logs(attempt) / "rank0.log").open("a", encoding="utf-8") as log:
                 log.write(f"{start.line}\n")
+        store, run_id = self._host_store(), uuid.uuid4().hex
         # a script with a port of its own starts a store there, as under `python`, and must not look for ours
-        port = _free_port() if start.has_own_port else self._host_store()
+        port = _free_port() if start.has_own_port else store
         is_ours = {} if start.has_own_port else {"TORCHELASTIC_USE_AGENT_STORE": "True"}
         common = {
             "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GROUP_RANK": "0",
             "GROUP_WORLD_SIZE": "1", "ROLE_NAME": "default", "ROLE_WORLD_SIZE": str(self.count),
             "TORCHELASTIC_RESTART_COUNT": "0", "TORCHELASTIC_MAX_RESTARTS": "0",
-            "TORCHELASTIC_RUN_ID": uuid.uuid4().hex, **is_ours,
+            "TORCHELASTIC_RUN_ID": run_id, STORE: f"{run_id} {store}", **is_ours,
             "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
         }  # fmt: skip
         if self.count > 1:  # as torchrun does

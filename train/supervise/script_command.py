@@ -14,6 +14,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from ..errors import Refused
+from ..run.record import Attempt
+from ..run.run_folder import seconds_of
 from ..run.spec import RUN, Spec
 
 _OPENS = "{newest:"
@@ -21,6 +23,7 @@ _BRACES = re.compile(r"\{run\}|\{newest:(?P<glob>(?:\{run\}|[^{}])*)\}")
 _PORT = re.compile(rb"""MASTER_PORT['"]?\s*(?:\]\s*=|:|=)\s*(?:str\()?['"]?(\d{2,5})\b""")
 """Where a source sets MASTER_PORT to a number. `setdefault` does not: the launcher has set one before."""
 _NUMBER = re.compile(r"-\.?\d")
+_Stamp = tuple[int, str]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,38 +75,80 @@ def source(file: Path) -> bytes:
         return b""
 
 
-def arguments_at(spec: Spec, run: Path, attempt: int) -> tuple[list[str], str]:
-    """Return the arguments with which a script starts, and a line about --on-restart; '': it does not matter now.
+class Starts:
+    """The command lines of one script, start after start.
 
-    Args:
-        run: The run folder as it is named now.
+    If a start has failed, {newest:GLOB} leaves out the files that it was given: a kill in the middle of writing leaves
+    a torn one.
     """
-    words = [word.replace(RUN, str(run)) for word in spec.script_arguments]
-    if attempt == 1 or not spec.on_restart:
-        return words, ""
-    given = shlex.join(spec.on_restart)
-    more, missing = _filled(spec.on_restart, run)
-    if missing:
-        return words, f"attempt {attempt} starts without --on-restart ({given}), because nothing matches {missing}"
-    return merged(words, more), f"attempt {attempt} starts with {shlex.join(more)} (--on-restart)"
 
+    def __init__(self, spec: Spec) -> None:
+        self._spec = spec
+        self._given: set[_Stamp] = set()
+        self._bad: set[_Stamp] = set()
 
-def _filled(words: Sequence[str], run: Path) -> tuple[list[str], str]:
-    """Return words with their braces replaced, and the first pattern that matches nothing; '': each matches."""
-    missing: list[str] = []
+    def arguments(self, run: Path, attempt: int, has_failed: bool = False) -> tuple[list[str], str]:
+        """Return the arguments of an attempt, and a line about --on-restart; '': it does not matter now.
 
-    def path_of(found: re.Match[str]) -> str:
-        if found["glob"] is None:
+        Args:
+            run: The run folder as it is named now.
+            has_failed: Whether the attempt before has failed at its start.
+        """
+        words = [word.replace(RUN, str(run)) for word in self._spec.script_arguments]
+        if attempt == 1 or not self._spec.on_restart:
+            return words, ""
+        self._bad |= self._given if has_failed else set()
+        self._given = set()
+        given = shlex.join(self._spec.on_restart)
+        missing: list[str] = []
+        left_out: list[str] = []
+        more = [
+            _BRACES.sub(lambda found: self._path(found["glob"], run, missing, left_out), word)
+            for word in self._spec.on_restart
+        ]
+        if missing:
+            return (
+                words,
+                f"attempt {attempt} starts without --on-restart ({given}), because nothing matches {missing[0]}",
+            )
+        why = f", because the start with {left_out[0]} has failed" if left_out else ""
+        return merged(words, more), f"attempt {attempt} starts with {shlex.join(more)} (--on-restart){why}"
+
+    def _path(self, pattern: str | None, run: Path, missing: list[str], left_out: list[str]) -> str:
+        """Return what stands for {run} (None) or {newest:PATTERN}. The path is absolute, because a script may change
+        its folder.
+
+        Args:
+            missing: Gets the pattern if nothing matches it.
+            left_out: Gets the newest match if a start with it has failed, and there is another one.
+        """
+        if pattern is None:
             return str(run)
-        pattern = os.path.expanduser(found["glob"].replace(RUN, glob.escape(str(run))))  # noqa: PTH111 # no path yet
-        paths = sorted(glob.glob(pattern, recursive=True), key=_modified)  # noqa: PTH207 # relative ones stay so
-        missing.extend([] if paths else [found["glob"].replace(RUN, str(run))])
-        return paths[-1] if paths else ""
+        full = os.path.abspath(os.path.expanduser(pattern.replace(RUN, glob.escape(str(run)))))  # noqa: PTH100, PTH111
+        stamps = sorted(map(_modified, glob.glob(full, recursive=True)))  # noqa: PTH207
+        if not stamps:
+            missing.append(full.replace(glob.escape(str(run)), str(run)))
+            return ""
+        whole = [stamp for stamp in stamps if stamp not in self._bad] or stamps
+        if whole[-1] != stamps[-1]:
+            left_out.append(stamps[-1][1])
+        self._given.add(whole[-1])
+        return whole[-1][1]
 
-    return [_BRACES.sub(path_of, word) for word in words], next(iter(missing), "")
+
+def has_failed(attempts: Sequence[Attempt], seconds: float) -> bool:
+    """Whether the last of these attempts has failed by itself before it had run so many seconds.
+
+    A signal says nothing about the files that a script was given.
+    """
+    if not attempts or attempts[-1].get("end") != "died" or "died of SIG" in attempts[-1].get("reason", ""):
+        return False
+    began, ended = seconds_of(attempts[-1]["started"]), seconds_of(attempts[-1].get("ended"))
+    return began is None or ended is None or ended - began < seconds
 
 
-def _modified(path: str) -> tuple[int, str]:
+def _modified(path: str) -> _Stamp:
+    """Return when a path was last modified, and the path."""
     try:
         return os.stat(path).st_mtime_ns, path  # noqa: PTH116 # as glob gave it
     except OSError:  # removed meanwhile, or a link that leads nowhere

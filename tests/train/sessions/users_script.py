@@ -51,6 +51,8 @@ class Pictures(Dataset[tuple[torch.Tensor, int]]):
 def main(folder: Path, epochs: int, pause: float) -> None:
     session = ts.session(seed=3, save_every=5)  # 11 batches are 6 updates: always in the middle of an epoch
     rank, ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    if "RANK" not in os.environ:  # for plain `python`, as many scripts have it
+        os.environ["MASTER_PORT"] = "29500"
     if ranks > 1:
         dist.init_process_group("gloo")
     net = nn.Sequential(

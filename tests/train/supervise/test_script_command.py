@@ -10,7 +10,7 @@ import pytest
 
 from train.errors import Refused
 from train.run import spec
-from train.supervise.script_command import arguments_at, merged, split
+from train.supervise.script_command import Starts, merged, split
 
 
 @pytest.mark.parametrize(
@@ -45,29 +45,46 @@ def test_the_newest_match_is_taken_and_nothing_else_is_touched(tmp_path: Path) -
     (run / "my out").mkdir(parents=True)
     it = made("--out {run}/out {run}x {epoch} {newest}", "--from '{newest:{run}/my out/*.pt}' --log={run}/{rank}")
     plain = ["--out", f"{run}/out", f"{run}x", "{epoch}", "{newest}"]
-    assert arguments_at(it, run, 1) == (plain, "")
-    arguments, line = arguments_at(it, run, 2)
+    assert Starts(it).arguments(run, 1) == (plain, "")
+    arguments, line = Starts(it).arguments(run, 2)
     assert arguments == plain and f"because nothing matches {run}/my out/*.pt" in line
     for age, name in enumerate(("b.pt", "a.pt", "c.pt", "d.txt")):
         (run / "my out" / name).touch()
         os.utime(run / "my out" / name, (1000 - 10 * (name == "c.pt") + age,) * 2)
-    arguments, line = arguments_at(it, run, 2)
+    arguments, line = Starts(it).arguments(run, 2)
     assert arguments == [*plain, "--from", f"{run}/my out/a.pt", f"--log={run}/{{rank}}"]
     assert line.startswith("attempt 2 starts with --from '") and line.endswith("(--on-restart)")
     missing = dataclasses.replace(it, on_restart=(*it.on_restart, "{newest:{run}/none}"))  # type: ignore[misc]
-    assert arguments_at(missing, run, 2)[0] == plain  # all of it, or nothing
+    assert Starts(missing).arguments(run, 2)[0] == plain  # all of it, or nothing
 
 
 def test_paths_are_relative_to_the_folder_of_the_launch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "out" / "deep").mkdir(parents=True)
     (tmp_path / "out" / "deep" / "a.pt").touch()
-    assert arguments_at(made("", "{newest:out/**/*.pt}"), tmp_path, 2)[0] == ["out/deep/a.pt"]
+    assert Starts(made("", "{newest:out/**/*.pt}")).arguments(tmp_path, 2)[0] == [f"{tmp_path}/out/deep/a.pt"]
+    line = Starts(made("", "{newest:none/*}")).arguments(tmp_path, 2)[1]
+    assert line.endswith(f"because nothing matches {tmp_path}/none/*")
+
+
+def test_after_a_failed_start_the_match_before_is_taken(tmp_path: Path) -> None:
+    for age, name in enumerate("abc"):
+        (tmp_path / name).touch()
+        os.utime(tmp_path / name, (1000 + age,) * 2)
+    starts = Starts(made("", "{newest:{run}/?}"))
+    assert starts.arguments(tmp_path, 2, has_failed=True)[0] == [f"{tmp_path}/c"]
+    assert starts.arguments(tmp_path, 3)[0] == [f"{tmp_path}/c"]  # killed: the file may be whole
+    found, line = starts.arguments(tmp_path, 4, has_failed=True)
+    assert found == [f"{tmp_path}/b"] and line.endswith(f"because the start with {tmp_path}/c has failed")
+    os.utime(tmp_path / "c", (2000,) * 2)  # written again
+    assert starts.arguments(tmp_path, 5)[0] == [f"{tmp_path}/c"]
+    for attempt, name in ((6, "b"), (7, "a"), (8, "c")):  # all have failed: the newest
+        assert starts.arguments(tmp_path, attempt, has_failed=True)[0] == [f"{tmp_path}/{name}"]
 
 
 @pytest.mark.parametrize("on_restart", [None, ""])
 def test_without_arguments_for_a_restart_they_stay(on_restart: str | None, tmp_path: Path) -> None:
-    assert arguments_at(made("--a 1", on_restart), tmp_path, 3) == (["--a", "1"], "")
+    assert Starts(made("--a 1", on_restart)).arguments(tmp_path, 3) == (["--a", "1"], "")
 
 
 @pytest.mark.parametrize("text", ["'", "--a {newest:", "--a {newest:a b}", "{newest:}", "{newest:{rank}/a}"])
