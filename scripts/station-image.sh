@@ -95,6 +95,8 @@ build() {
         base=trainstation-base:bookworm
     fi
     toolkit=$(setting CUDA_IMAGE "$(default_image CUDA_IMAGE)")
+    [[ $image != trainstation:cuda-* ]] || docker image inspect "$toolkit" >/dev/null 2>&1 ||
+        say "the CUDA compiler comes from $toolkit, 4 GB (STATION_TARGET=runtime in .env leaves it out)"
     if [[ $image == trainstation:cuda-* ]] && ! have_image "$toolkit"; then
         [ -z "$(setting CUDA_IMAGE)" ] || die "CUDA_IMAGE=$toolkit is neither here nor in a registry that answers"
         say "NVIDIA's toolkit image is unreachable: building without the CUDA compiler (CUDA_IMAGE can name a copy in a mirror)"

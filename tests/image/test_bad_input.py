@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 from conftest import Station, run
 
+from tests.waiting import eventually
+
 pytestmark = pytest.mark.never_forgiven
 
 
@@ -127,6 +129,14 @@ def test_limits_hold_inside(make_station: Callable[..., Station]) -> None:
     limits = "{{.HostConfig.Memory}} {{.HostConfig.NanoCpus}} {{.HostConfig.PidsLimit}} {{.HostConfig.ShmSize}}"
     assert station.inspect(limits) == f"{2 << 30} 1500000000 600 {1 << 30}"
     assert 400 < int(station.dev("python3", "-c", FORKS).stdout) < 600
+    memory = {
+        one["name"]: one["seen"] for one in json.loads(station.dev("train", "doctor", "--json", check=False).stdout)
+    }
+    assert memory["memory"].startswith("2 GiB in this container")
+    (station.folder / "projects" / "eats.py").write_text("x = bytearray(b'1') * (3 << 30)\n")
+    station.dev("train", "launch", "--script", "projects/eats.py", "--name", "eats")
+    eventually("it has died", lambda: station.show("eats").get("state") == "failed")
+    assert "the limit of 2 GiB of its container or control group" in str(station.show("eats")["reason"])
     station.make("down")
 
 
