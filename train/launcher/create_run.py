@@ -12,7 +12,7 @@ from typing import Any
 from .. import doing, hash_seed, variables
 from ..errors import Refused
 from ..nodes import address
-from ..run import copies, durable, environment, folders, imports, owner, ownership, states
+from ..run import copies, durable, environment, folders, imports, owner, ownership, states, wandb_run
 from ..run.record import Record
 from ..run.run_folder import Lock, Run
 from ..run.spec import read_spec
@@ -116,6 +116,10 @@ def _reopen(launch: Launch, run: Run, lock: Lock, environ: Mapping[str, str], by
         before = environment.read(run.folder)
         saved = environment.kept_again(before, environ, sources=imports.python_files(record), names=launch.keep_env)
         files = {environment.FILE: environment.to_json(saved), **files}
+    # submitted: a node may lack the key with which the run was signed
+    is_copy = record.get(ownership.DIGEST) and not record.get("submitted")
+    if not record.get(wandb_run.FIELD) or (is_copy and not ownership.was_started_here(run.path, record)):
+        changes[wandb_run.FIELD] = wandb_run.new_id()
     for name, content in files.items():
         durable.write_atomically(run.folder / name, content)
     if not by_keeper:  # last: an interruption before it leaves the `copy` state

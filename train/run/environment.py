@@ -16,6 +16,7 @@ from pathlib import Path
 
 from .. import hash_seed
 from ..errors import Refused
+from . import wandb_run
 
 FILE = "environment.json"
 """File in the run folder; only its owner may read it."""
@@ -127,7 +128,7 @@ def keep(environ: Mapping[str, str], sources: Iterable[Path] = (), names: Iterab
         sources: Files of the task or script. The variables that they mention are kept too.
         names: More variables to keep.
     """
-    wanted = {*names, *_mentioned(sources)}
+    wanted, environ = {*names, *_mentioned(sources)}, wandb_run.users(environ)
     found = {name: value for name, value in sorted(environ.items()) if name in wanted or _SETTINGS.fullmatch(name)}
     lasting = {name: value for name, value in found.items() if not _is_of_process(name, value)}
     withheld = [name for name, value in lasting.items() if is_secret(name, value)]
@@ -183,8 +184,9 @@ def resumed(
         as_recorded: Whether the kept values win, and settings that were not set at the launch are left out: for the
             keeper, whose own settings do not matter. Else `own` wins.
     """
+    own = wandb_run.users(own)
     if saved is None:
-        return dict(own), []
+        return own, []
     lost = [name for name in saved.withheld if name not in own]
     problem = "secrets that were set at the launch are missing here"
     warnings = [f"{problem} ({_list(lost)}); if the run needs them, set them and resume again"] if lost else []

@@ -159,6 +159,8 @@ class Record(TypedDict):
     skipped: NotRequired[dict[str, int]]
     """Maps a dataset to the number of its samples that could not be read."""
     wandb: NotRequired[dict[str, Any]]
+    wandb_id: NotRequired[str]
+    """Id of the run at W&B; see wandb_run.py."""
     not_exact: NotRequired[list[str]]
     """Why the run may end with other bits after a resume, or with other numbers of ranks and data workers."""
 

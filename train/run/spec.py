@@ -69,6 +69,8 @@ class Spec:
     submitted: Submitted | None
     """The engine that starts the run; None: its user does."""
     submission: str
+    wandb_id: str
+    """Id of the run at W&B, from which wandb_run.py makes that of each rank."""
     max_restarts: int | None
     """Maximum number of restarts in a row without progress. None: not chosen; ask the program (`restarts`)."""
 
@@ -163,6 +165,7 @@ def spec_of(record: Record, config: Mapping[str, Any]) -> Spec:
         cluster=record.get("cluster") or None,
         submitted=record.get("submitted"),
         submission=record.get("submission") or "",
+        wandb_id=record.get("wandb_id") or "",
         max_restarts=record.get("max_restarts"),
         forked_from=record.get("forked_from") or None,
         init=tuple(record.get("init") or ()),

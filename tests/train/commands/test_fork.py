@@ -50,9 +50,11 @@ def test_a_fork_in_which_nothing_differs_ends_as_its_run_even_if_killed(trained:
     assert figures(trained, "fork-same") == figures(trained, "fork-of")
     assert trained.record("fork-same")["attempts"][0]["from_step"] == 8
     trained("fork", "fork-of", "--name", "fork-killed", "--checkpoint", 8, "--follow", env={"TRAIN_FAULT": "decided"})
-    trained.wait_for_end("fork-killed")
+    before = trained.wait_for_end("fork-killed")["wandb_id"]
     trained.ok("resume", "fork-killed", "--follow")
     assert figures(trained, "fork-killed") == figures(trained, "fork-of")
+    assert trained.record("fork-killed")["wandb_id"] == before
+    assert len({trained.record(name)["wandb_id"] for name in ("fork-of", "fork-same", "fork-killed")}) == 3
     shown = trained.ok("show", "fork-same").stdout
     assert "forked from  fork-of after step 8" in shown
     assert trained.record("fork-of")["state"] == "finished"

@@ -62,6 +62,7 @@ def main(snapshot, steps, pause):
 
 if __name__ == "__main__":
     print("arguments", sys.argv[1:], flush=True)
+    print("wandb", os.environ["WANDB_RUN_ID"], os.environ["WANDB_RESUME"], flush=True)
     if "--fail" in sys.argv:
         sys.exit(7)
     main(sys.argv[1], int(sys.argv[2]), float(sys.argv[3]))
@@ -91,6 +92,9 @@ def test_a_script_gets_its_arguments_logs_per_rank_and_is_restarted_after_a_kill
         assert f"arguments {[str(snapshot), '40', '0.05', '--optim.lr', '3', '--', '-h']}" in text
         assert f"rank {rank} of 2 done" in text
         assert "resuming from step" in text
+        there = record["wandb_id"] + ("-1" if rank else "")
+        assert f"wandb {there} allow\n" in text
+        assert f"wandb {there} allow\n" in station.ok("logs", "again", "--rank", rank, "--attempt", 1).stdout
     assert "resuming" not in station.ok("logs", "again", "--attempt", 1).stdout
 
 

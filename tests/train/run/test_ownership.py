@@ -54,7 +54,10 @@ def test_a_run_from_elsewhere_is_executed_by_no_keeper_until_its_user_resumes_it
     assert shown["name"] == "a" and "to adopt it: train resume a" in shown["reason"]
     assert station.ok("show", "a").stdout.startswith("a: copy: ")
 
+    before = station.record("a")["wandb_id"]
     station.ok("resume", "a")
+    adopted = station.record("a")["wandb_id"]
+    assert adopted != before
     station.wait(
         "a", lambda record: len(record["attempts"]) == 2 and record["attempts"][1]["ready"], "its user's resume"
     )
@@ -63,6 +66,7 @@ def test_a_run_from_elsewhere_is_executed_by_no_keeper_until_its_user_resumes_it
     station.wait("a", lambda record: record["state"] == "interrupted", "its death")
     station.ok("keeper", "--once")
     station.wait("a", lambda record: len(record["attempts"]) == 3, "its keeper's resume")
+    assert station.record("a")["wandb_id"] == adopted
 
 
 def test_a_keeper_lets_the_copy_of_a_living_run_and_runs_of_other_stations_be(station: Station) -> None:

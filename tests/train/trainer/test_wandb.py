@@ -17,7 +17,7 @@ from tests.waiting import eventually
 from train.errors import Refused
 from train.launcher.checks import prepare
 from train.launcher.request import Request
-from train.run import folders
+from train.run import environment, folders, wandb_run
 from train.run.metrics import metrics_text
 from train.run.run_folder import Run
 from train.trainer.loggers import wandb
@@ -88,7 +88,8 @@ def test_every_line_is_sent_once_and_a_resume_goes_on_in_the_same_run(
     lines_to(run, 21, 30)
     feed_once(run)
     second = json.loads((run.folder / wandb.FILE).read_text())
-    assert second["id"] == first["id"] == run.read()["wandb"]["id"] and second["training"] == 30
+    assert second["id"] == first["id"] == run.read()["wandb"]["id"] == run.read()["wandb_id"]
+    assert second["training"] == 30
     history = sent(run)
     steps = [line["step"] for line in history if "train/loss" in line]
     assert steps == list(range(1, 31)), (run.folder / "wandb.log").read_text()
@@ -110,6 +111,26 @@ def test_a_run_does_not_notice_a_feed_that_fails_or_a_network_that_hangs(engine_
     command = [sys.executable, "-c", code, str(run.folder)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=PATIENCE)
     assert done.stderr == ""
+
+
+def test_restarts_share_a_run_at_wandb_that_its_user_may_choose_and_a_nested_run_does_not_take() -> None:
+    shell = {"A": "1"}
+    of_0, of_1 = (wandb_run.variables(shell, "abc", False, rank) for rank in range(2))
+    assert (of_0[wandb_run.ID], of_1[wandb_run.ID], of_0[wandb_run.RESUME]) == ("abc", "abc-1", "allow")
+    assert wandb_run.variables(shell, "abc", True, 0)[wandb_run.ID] == "abc-0"
+    assert wandb_run.of_feed(of_0, "abc")[0] == "abc"
+    assert wandb_run.users(shell | of_0) == shell
+    assert environment.keep(shell | of_0, names=["A"]).values == shell
+    kept = environment.keep(shell | {"WANDB_RUN_ID": "mine", "WANDB_RESUME": "must"}, names=["A"])
+    assert environment.resumed(kept, shell | of_0, as_recorded=False)[0] == kept.values
+    nested = wandb_run.variables(shell | of_0, "def", False, 0)
+    assert (shell | of_0 | nested)[wandb_run.ID] == "def"
+    for given, resume in (
+        ({"WANDB_RUN_ID": "mine"}, "allow"),
+        ({"WANDB_RUN_ID": "mine", "WANDB_RESUME": "must"}, "must"),
+    ):
+        assert given | wandb_run.variables(given, "abc", False, 0) == {"WANDB_RUN_ID": "mine", "WANDB_RESUME": resume}
+        assert wandb_run.of_feed(given, "abc") == ("mine", resume)
 
 
 @pytest.fixture

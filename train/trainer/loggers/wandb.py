@@ -15,14 +15,13 @@ import select
 import subprocess
 import sys
 import threading
-import uuid
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from ... import module_runner, screen
 from ...errors import Refused, one_line
-from ...run import durable, metrics
+from ...run import durable, metrics, wandb_run
 from ...run.run_folder import Run
 from ...run.spec import read_spec
 
@@ -69,15 +68,15 @@ class WandbProcess:
 
 
 class _Sent:
-    """The last steps that were sent. A resume continues there, in the same run of W&B."""
+    """The last steps that were sent. A resume continues there; into another run of W&B all lines are sent."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: Run, there: str) -> None:
         self._path = run.folder / FILE
-        self.id, self.training, self.evaluation = uuid.uuid4().hex[:12], 0, -1
+        self.id, self.training, self.evaluation = there, 0, -1
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
             found = json.loads(self._path.read_text(encoding="utf-8"))
-            self.id = re.sub(r"[^A-Za-z0-9_-]", "", str(found["id"])) or self.id
-            self.training, self.evaluation = int(found["training"]), int(found["evaluation"])
+            if found["id"] == there:
+                self.training, self.evaluation = int(found["training"]), int(found["evaluation"])
         self.write()
 
     def write(self) -> None:
@@ -116,31 +115,33 @@ def main() -> None:
 def _send(run: Run, project: str) -> None:
     import wandb
 
-    sent = _Sent(run)
+    spec = read_spec(run)
+    there, resume = wandb_run.of_feed(os.environ, spec.wandb_id)
+    sent = _Sent(run, there)
     entity, _, name = project.rpartition("/")
     options = wandb.Settings(console="off", silent=True, disable_git=True, disable_code=True)
-    there = wandb.init(
-        project=name, entity=entity or None, id=sent.id, name=run.name, resume="allow", dir=str(run.path),
-        config=read_spec(run).used_config, settings=options,
+    feed = wandb.init(
+        project=name, entity=entity or None, id=sent.id, name=run.name, resume=resume, dir=str(run.path),
+        config=spec.used_config, settings=options,
     )  # fmt: skip
-    run.note(wandb={"project": project, "id": sent.id, "url": "" if there.offline else there.url})
-    there.define_metric("*", step_metric="step")
+    run.note(wandb={"project": project, "id": sent.id, "url": "" if feed.offline else feed.url})
+    feed.define_metric("*", step_metric="step")
     tail, lines = metrics.Tail(run), metrics.each(run)
     while True:
         # by a step of our own: wandb drops what comes for one of its own steps a second time
         for step, figures in sorted(sent.new(lines), key=lambda one: one[0]):
-            there.log({"step": step, **figures})
+            feed.log({"step": step, **figures})
         sent.write()
         if select.select([sys.stdin], [], [], _EVERY)[0] and not os.read(0, 1):
             break
         lines = iter(tail.new())
     for step, figures in sent.new(tail.new()):
-        there.log({"step": step, **figures})
+        feed.log({"step": step, **figures})
     sent.write()
     leaving = threading.Timer(_LEAVE, os._exit, [0])
     leaving.daemon = True
     leaving.start()
-    there.finish()
+    feed.finish()
     leaving.cancel()
 
 
