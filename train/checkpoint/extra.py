@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from ..data.to_device import mapped
 from ..errors import Refused, TrainingFailed, one_line
 
-AVERAGES, OBJECTS, LOSSES = "ema", "stateful", "losses"
+AVERAGES, OBJECTS, LOSSES, ORDERS = "ema", "stateful", "losses", "orders"
 """Their names in a checkpoint."""
 
 
@@ -36,6 +36,9 @@ class Extra:
     """Maps the name of an update that leaves out steps to the stats (STEP_STATS) of the last step that made it, and
     `parts_kept` of it to the parts of that loss."""
 
+    orders: dict[str, Tensor] = dataclasses.field(default_factory=dict)
+    """`digests`: of the orders of epochs that the task's own function gave; see trainer/orders.py."""
+
     def state(self) -> dict[str, Any]:
         """Return what is copied and saved: tensors, and the objects' states, taken apart; {} if there is nothing."""
         found: dict[str, Any] = {}
@@ -45,6 +48,8 @@ class Extra:
             found[OBJECTS] = _apart({name: stateful.state_dict() for name, stateful in self.objects.items()})
         if self.losses:
             found[LOSSES] = self.losses
+        if self.orders:
+            found[ORDERS] = self.orders
         return found
 
     def load(self, state: dict[str, Any], device: torch.device) -> None:
@@ -53,7 +58,7 @@ class Extra:
         Args:
             device: receives tensors that were on a GPU.
         """
-        for key, own in ((AVERAGES, self.averages), (LOSSES, self.losses)):
+        for key, own in ((AVERAGES, self.averages), (LOSSES, self.losses), (ORDERS, self.orders)):
             for name, value in state.get(key, {}).items():
                 if value is not own[name]:
                     own[name].copy_(value)

@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.state_dict import set_model_state_dict, set_op
 
 from ..errors import one_line
 from ..run import owner
-from .extra import AVERAGES, LOSSES, OBJECTS, Extra
+from .extra import AVERAGES, LOSSES, OBJECTS, ORDERS, Extra
 from .frozen import FROZEN_KEYS, fill, held_by
 from .state_dict import initialized_state, state_of, without_hooks
 
@@ -66,12 +66,12 @@ def load(
             raise ValueError(f"{min(unknown)} is not in the model")
         if optimizer is not None:
             _make_places(state["optim"], dict(module.named_parameters()), written, metadata)
-        losses = {
-            path[1] for _, path in written if path[0] == LOSSES
-        }  # a fork may leave out steps where its run did not
+        known = {path[:2] for _, path in written}
         places = extra.state() | ({OBJECTS: b""} if extra.objects else {})
-        kept = {name: value for name, value in places.pop(LOSSES, {}).items() if name in losses}
-        state |= places | ({LOSSES: kept} if kept else {})
+        for key in (LOSSES, ORDERS):  # edited code of a fork may have other ones
+            kept = {name: value for name, value in places.pop(key, {}).items() if (key, name) in known}
+            state |= {key: kept} if kept else {}
+        state |= places
         held, stored = held_by(folder), {path[:2] for _, path in written}
         beside = {
             key: {name: one for name, one in state[key].items() if name in held and (key, name) not in stored}

@@ -33,7 +33,7 @@ from ..run import best
 from ..tasks import Task
 from ..trainer import trace
 from ..trainer.loggers import wandb
-from . import batch_norm, deterministic, first_look, kept_split, provenance, unused_fields
+from . import batch_norm, deterministic, first_look, frozen_modes, kept_split, provenance, unused_fields
 from .request import ALONE, Plan, Request, resolve, scratch_run_dir
 from .task_source import kept, of_task, unused_warning
 from .unused_fields import Asked, asked, of_no_use
@@ -126,6 +126,7 @@ def prepare(
     if initial is not None:
         files[initial_weights.FILE] = initial.file()
     warnings += [*_of_hidden(fingerprint.hidden_in(data)), *(f"not exact: {line}" for line in record["not_exact"])]
+    warnings += _of_ordered(config, chosen) + frozen_modes.warnings(task, model, config.freeze)
     warnings += first_look.warnings(
         task, config, model=model, eval_sets=found.eval_sets, ranks=everywhere, device=device,
         named=followed_metrics(config),
@@ -164,6 +165,20 @@ def overfitted(task: Task, config: Config, typed: Collection[str]) -> tuple[Task
             warnings.append(f"{keeps}, so {field} is {value}; to change: --{field} {set_to}")
         setattr(schedule, name, value)
     return task.to_overfit(), warnings
+
+
+def _of_ordered(config: Config, chosen: list[str]) -> list[str]:
+    """Return a warning if the bits of an `ordered` run depend on its number of ranks, by values that are not set."""
+    if config.parallel.reduce != "ordered" or not chosen:
+        return []
+    flat = configuration.to_flat(config)
+    values, flags = (
+        form.join(f"{prefix}{name} {flat[name]}" for name in chosen) for form, prefix in ((", ", ""), (" ", "--"))
+    )
+    return [
+        f"--parallel.reduce ordered gives the same bits on other numbers of ranks only with the same {values}, whose "
+        f"default depends on the ranks; to launch it there: {flags}"
+    ]
 
 
 def _of_hidden(names: list[str]) -> list[str]:

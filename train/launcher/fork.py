@@ -35,7 +35,17 @@ from ..run.spec import Spec, spec_of
 from ..tasks import Task
 from ..tasks import load as load_task
 from ..trainer import early_stopping
-from . import batch_norm, checks, deterministic, first_look, kept_split, provenance, rate_change, task_source
+from . import (
+    batch_norm,
+    checks,
+    deterministic,
+    first_look,
+    frozen_modes,
+    kept_split,
+    provenance,
+    rate_change,
+    task_source,
+)
 from .request import ALONE, Plan, scratch_run_dir
 from .resume import check_data
 from .unused_fields import asked, functions_of, of_functions, of_no_use
@@ -137,6 +147,7 @@ def prepare_fork(run: Run, step: int, flags: dict[str, str], ranks: int, file: s
         )  # fmt: skip
     begin = _at_checkpoint(run, step, code, model, config) if step else _at_beginning(run, record, code, model, config)
     warnings, files = warnings + begin.warnings, files | begin.files
+    warnings += frozen_modes.warnings(task, model, config.freeze)
     warnings += first_look.warnings(
         task, config, model=model, eval_sets=found.eval_sets, ranks=ranks, device=found.precision.device,
         named=checks.followed_metrics(config),

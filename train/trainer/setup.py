@@ -47,7 +47,7 @@ from ..tasks import Task
 from .intervals import Intervals
 from .load import ResumeState, load_newest
 from .loggers.loggers import Loggers, Skipped
-from .orders import Orders
+from .orders import Orders, new_digests
 
 log = logging.getLogger("train")
 
@@ -166,7 +166,8 @@ def set_up(
     mark, number = world.broadcast((uuid.uuid4().hex, attempt))  # node 0's: each node counts its own attempts
     snapshots = _snapshots(task, config, world, memory, mark)
     hooks = Hooks(task, updates[0].strategy, config)
-    extra = dataclasses.replace(hooks.extra, losses=losses_kept(updates, device))
+    orders = {"digests": new_digests(device)} if task.sampler else {}
+    extra = dataclasses.replace(hooks.extra, losses=losses_kept(updates, device), orders=orders)
     state = TrainState(module=model, optimizer=optimizer, precision=precision, extra=extra)
     start = load_newest(
         run, home, world, snapshots, state, lambda: heart.beat(heartbeat.STARTING, heart.step), sees_home=sees_home,
@@ -180,7 +181,10 @@ def set_up(
     held.callback(compiling.close)
     intervals = Intervals.of(config, data.plan, objects.total_steps(config, data.plan), bool(data.evaluations))
     if task.sampler:
-        data = _ordered(data, task, config, world=world, heart=heart, total_steps=intervals.total_steps)
+        data = _ordered(
+            data, task, config, world=world, heart=heart, total_steps=intervals.total_steps,
+            digests=orders["digests"], compares=start.step != spec.fork_step,
+        )  # fmt: skip
     loggers = Loggers(
         run, unused=spec.unused_fields, world=world, config=config, total_steps=intervals.total_steps,
         done=start.step, bar=bar and world.is_first,
@@ -238,11 +242,14 @@ def _data(run: Run, spec: Spec, task: Task, config: Config, precision: Precision
     return Data(loader=loader, size=len(train_set), plan=plan, evaluations=objects.evaluation_plans(config, eval_sets))
 
 
-def _ordered(data: Data, task: Task, config: Config, *, world: World, heart: Heart, total_steps: int) -> Data:
+def _ordered(
+    data: Data, task: Task, config: Config, *, world: World, heart: Heart, total_steps: int, digests: torch.Tensor,
+    compares: bool,
+) -> Data:  # fmt: skip
     """Return the data in the order that the task's own function gives."""
     orders = Orders(
         sampling.orders(task, config, data.size), name=f"{task.sampler} in {task.file}", plan=data.plan, world=world,
-        heart=heart, ahead=data.loader.ahead, total_steps=total_steps,
+        heart=heart, ahead=data.loader.ahead, total_steps=total_steps, digests=digests, compares=compares,
     )  # fmt: skip
     return dataclasses.replace(data, plan=dataclasses.replace(data.plan, order=orders.of), orders=orders)
 

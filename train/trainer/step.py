@@ -117,8 +117,13 @@ def _report(job: Job, check: ModelCheck) -> None:
     """Report what the check of a first step found: in the log, and in run.json what makes the run not exact."""
     for warning in check.end():
         job.loggers.say(warning)
-    reason = check.written_buffer()
-    if not reason or not job.world.is_lead:
+    if reason := check.written_buffer():
+        note_not_exact(job, reason)
+
+
+def note_not_exact(job: Job, reason: str) -> None:
+    """Say why the run is not exact, and write it into run.json."""
+    if not job.world.is_lead:
         return
 
     def add(record: Record) -> None:

@@ -36,7 +36,7 @@ from .model_check import ModelCheck
 from .not_finite import note_skipped, why_it_ends
 from .prefetch import DataWait, Prefetch, micro_batches
 from .setup import Job
-from .step import step
+from .step import note_not_exact, step
 from .step_stats import Readback, StepStats
 from .timing import Timing, WaitAdvice
 from .trace import Trace, steps_of
@@ -181,11 +181,15 @@ class Loop:
         is_end = self.done >= self.job.total_steps
         return "" if is_end else early_stopping.reason(self.job.config.early_stopping, self._history.lines)
 
+    def _order(self) -> None:
+        """Make the orders of the next steps known, where the task gives them."""
+        for reason in self.job.data.orders.ready(self.done) if self.job.data.orders is not None else ():
+            note_not_exact(self.job, reason)
+
     def step(self) -> None:
         """Make the next step."""
         job = self.job
-        if job.data.orders is not None:
-            job.data.orders.ready(self.done)
+        self._order()
         rate = self._rates.set_for(self.done)
         made = self.done - job.start.step  # in this attempt
         self._check.is_on = made < CHECKED_STEPS
@@ -301,8 +305,7 @@ class Loop:
     def _evaluate(self, failed: Callable[[], None] | None) -> None:
         job = self.job
         faults.here("evaluate")
-        if job.data.orders is not None:  # the next steps are fetched meanwhile
-            job.data.orders.ready(self.done)
+        self._order()  # the next steps are fetched meanwhile
         job.snapshots.hold()  # averaged weights take the place of the others meanwhile
         beat = functools.partial(job.heart.beat, step=self.done)
         unchanged = job.hooks.extra.unchanged(job.world.device)  # a resume does not repeat an evaluation

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +14,7 @@ from tests.tasks import TASKS
 from tests.train.specs import with_spec
 from train.build.freeze import freeze, set_training
 from train.errors import Refused
+from train.launcher import frozen_modes
 from train.trainer.load import load_trained
 
 pytestmark = pytest.mark.never_forgiven
@@ -101,3 +104,23 @@ def test_a_fork_trains_what_it_frees_and_freezes_what_it_names_even_if_killed(
     engine.resume(f"{of}-killed", ranks)
     assert [attempt["from_step"] for attempt in engine.station.record(f"{of}-killed")["attempts"]] == [4, 8]
     assert engine.outcome(f"{of}-killed") == engine.outcome(f"{of}-free")
+
+
+def test_a_launch_names_frozen_modules_in_training_mode() -> None:
+    class Kept(nn.Sequential):
+        def train(self, mode: bool = True) -> Any:
+            return super().train(False)
+
+    def block(kind: type[nn.Sequential] = nn.Sequential, extra: nn.Module | None = None) -> nn.Sequential:
+        return kind(nn.Linear(4, 4), extra or nn.Dropout(0.5)).requires_grad_(False)
+
+    parts = {
+        "teacher": block(), "norm": block(extra=nn.BatchNorm1d(4)), "plain": block(extra=nn.Dropout(0.0)),
+        "kept": block(Kept), "named": block(), "trained": nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5)),
+    }  # fmt: skip
+    model, task = nn.ModuleDict(parts), SimpleNamespace(file=Path("task.py"))
+    model["teacher"].eval()  # training undoes it
+    (line,) = frozen_modes.warnings(task, model, "named")  # type: ignore[arg-type]
+    assert "in training mode: teacher (dropout), norm (BatchNorm); for eval mode: --freeze 'teacher,norm', or" in line
+    assert not model["teacher"].training and model["named"].training
+    assert frozen_modes.warnings(task, model, "named,teacher,norm") == []  # type: ignore[arg-type]

@@ -12,7 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.train.tiers import later
+from tests.train.training import FLAGS
 from train.data.plan import micro_batches_of_rank
+from train.launcher import checks
+from train.launcher.request import Request
 from train.parallel.ordered import Node, cover, exchanges, halves
 from train.parallel.overlap import flatten_as, view_as
 
@@ -75,6 +78,15 @@ def _figures(engine: Any, name: str) -> tuple[Any, ...]:
     record = engine.station.record(name)
     assert record["state"] == "finished", engine.said(name)
     return record["weights_sha256"], engine.lines(name), engine.station.samples(name)
+
+
+def test_a_launch_names_the_values_that_depend_on_its_ranks(engine: Any) -> None:
+    flags = {key: str(value) for key, value in FLAGS.items() if key not in ("micro_batch_size", "cpu_threads")}
+    request = Request(str(engine.task), flags=flags | {"parallel.reduce": "ordered"})
+    (line,) = [line for line in checks.prepare(request, ranks=3).warnings if "ordered" in line]
+    assert "the same micro_batch_size 6, cpu_threads " in line and "launch it there: --micro_batch_size 6 --cpu" in line
+    request.flags |= {"micro_batch_size": "4", "cpu_threads": "1"}
+    assert not [line for line in checks.prepare(request, ranks=3).warnings if "ordered" in line]
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4, 8])

@@ -64,6 +64,27 @@ def calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "calls"
 
 
+STATEFUL = """
+_made = []
+_loss = loss
+def order(epoch, config): return torch.arange(config.task.samples).roll(len(_made))
+def loss(model, batch):
+    _made.append(1)
+    return _loss(model, batch)
+"""
+
+
+def test_a_resume_with_another_order_of_its_epoch_is_called_not_exact(engine: Any, tmp_path: Path) -> None:
+    saves = {"checkpoint__every_steps": 5, "checkpoint__asynchronous": "false"}
+    killed = engine.run("stateful-order", 1, fault="step@0:6", task=task(tmp_path, STATEFUL), steps=9, **saves)
+    assert killed["state"] == "interrupted"
+    assert not engine.station.record("stateful-order")["not_exact"]
+    engine.resume("stateful-order", 1)
+    (reason,) = engine.station.record("stateful-order")["not_exact"]
+    assert "order in " in reason and "gives another order for epoch 1 after an interruption than before" in reason
+    assert f"warning: not exact: {reason}" in engine.said("stateful-order")
+
+
 @pytest.mark.parametrize("name", TASKS)
 def test_ranks_kills_and_workers_change_nothing(name: str, engine: Any, tmp_path: Path, calls: Path) -> None:
     flags = {"parallel__reduce": "ordered", "precision": "fp64", "task": task(tmp_path, TASKS[name]), "steps": 9}
@@ -74,7 +95,7 @@ def test_ranks_kills_and_workers_change_nothing(name: str, engine: Any, tmp_path
     by_four = {"checkpoint__every_steps": 4, "checkpoint__asynchronous": "false"}
     assert engine.run(runs[2], 3, fault="step@1:6", data__workers=2, **by_four, **flags)["state"] == "interrupted"
     at_resume = calls.read_text().count("\n") if name == "order" else 0
-    assert engine.resume(runs[2], 3)["state"] == "finished"
+    assert engine.resume(runs[2], 3)["state"] == "finished" and not engine.station.record(runs[2])["not_exact"]
     records = [engine.station.record(one) for one in runs]
     assert {one["state"] for one in records} == {"finished"}
     assert len({one["weights_sha256"] for one in records}) == 1
