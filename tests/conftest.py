@@ -1,18 +1,17 @@
 """Writes what `.ci/run` asks for: failed tests into the file that TEST_FAILURES names, for `.ci/again.py` to run them
-once more, and the seconds of each test into the file that TEST_TIMES names. With TEST_TURN=N, only a third of the cases
-of each test that is marked `turns` runs, and another third with N + 1.
+once more, and the seconds of each test into the file that TEST_TIMES names. With TEST_TURN=N, every third of the tests
+that are marked `minutes` runs, and the next ones with N + 1.
 """
 
 from __future__ import annotations
 
 import os
-from collections import Counter
 from pathlib import Path
 
 import pytest
 
 THIRDS = 3
-"""Number of turns after which each case of a test that is marked `turns` has run."""
+"""Number of turns after which each test that is marked `minutes` has run."""
 NEVER, PERHAPS = "never", "perhaps"
 """Whether a failure of the test may be forgiven when the test passes twice afterwards."""
 
@@ -40,13 +39,7 @@ def pytest_collectreport(report: pytest.CollectReport) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if not (turn := os.environ.get("TEST_TURN")):
         return
-    seen: Counter[str] = Counter()
-    left_out = []
-    for item in items:
-        if item.get_closest_marker("turns"):
-            function = item.nodeid.partition("[")[0]
-            if (seen[function] + int(turn)) % THIRDS:
-                left_out.append(item)
-            seen[function] += 1
-    config.hook.pytest_deselected(items=left_out)
+    long = [item for item in items if item.get_closest_marker("minutes")]
+    left_out = {item for place, item in enumerate(long) if (place + int(turn)) % THIRDS}
+    config.hook.pytest_deselected(items=list(left_out))
     items[:] = [item for item in items if item not in left_out]

@@ -56,7 +56,6 @@ def test_it_is_short_and_says_how_to_run_it(example: Path) -> None:
 
 
 @pytest.mark.minutes
-@pytest.mark.turns
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
 def test_it_trains_to_what_it_says_and_a_kill_changes_nothing(checkout: Station, example: Path) -> None:
     *before, launch = commands(example)

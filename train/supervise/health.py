@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -24,6 +22,7 @@ from ..errors import one_line
 from ..run import heartbeat
 from ..run.heartbeat import Beat
 from . import last_words
+from .lingering import Lingering, spy
 from .script_figures import ScriptFigures
 from .timeouts import (
     GRACE_AFTER_EXIT,
@@ -222,6 +221,10 @@ def _grace_after(gone: Iterable[Beat | None], exits: Mapping[int, int]) -> float
     return GRACE_AFTER_EXIT if exits else 0.0
 
 
+def _is_over(beat: Beat) -> bool:
+    return beat.phase == heartbeat.ENDING
+
+
 class ScriptHealth(TaskHealth):
     """Ends a script that shows no life, and writes its stacks.
 
@@ -231,17 +234,19 @@ class ScriptHealth(TaskHealth):
     Args:
         figures: What follows the script's figures.
         watch: The run's `watch.*` fields, by their names without the prefix.
+        tell: Shows a line to the user.
     """
 
     _routine: ClassVar = (heartbeat.TRAINING,)
 
     def __init__(
-        self, figures: ScriptFigures, logs: Path, watch: Mapping[str, Any], ranks: Iterable[int], kill: Kill = os.kill
-    ) -> None:
+        self, figures: ScriptFigures, logs: Path, watch: Mapping[str, Any], ranks: Iterable[int], kill: Kill = os.kill,
+        tell: Callable[[str], None] = lambda text: None,
+    ) -> None:  # fmt: skip
         minutes = watch.get("hang_minutes")
         super().__init__({"watch.hang_minutes": minutes}, logs, ranks, kill)
         self._figures, self._silent_for = figures, 60 * (SCRIPT_HANG_MINUTES if minutes is None else float(minutes))
-        self._failed_at = 0.0
+        self._failed_at, self._lingering = 0.0, Lingering(tell)
         self._output: tuple[tuple[str, int], ...] = ()
         self._used: dict[tuple[int, float], float] = {}
         self._quiet_since = self._listened = time.monotonic()
@@ -257,6 +262,10 @@ class ScriptHealth(TaskHealth):
             for pid in living:
                 self._kill(pid, signal.SIGTERM)
             self._end_in(SCRIPT_GRACE)
+        if not exits:
+            running = {rank: pid for rank, pid in zip(self._ranks, started, strict=False) if pid in living}
+            ending = {rank for rank, beat in zip(self._ranks, beats, strict=True) if beat and _is_over(beat)}
+            self._lingering.look(running, ending)
         may_hang = living and not (self.hang or is_stopping)  # after a stop request a script may take any time
         hang = self._hangs(beats, False)
         if self._is_routine(beats):
@@ -290,6 +299,7 @@ class ScriptHealth(TaskHealth):
 
     def close(self) -> None:
         self._figures.close()
+        self._lingering.close()
         super().close()
 
     def _is_quiet(self, ranks: list[int]) -> str:
@@ -323,14 +333,12 @@ class ScriptHealth(TaskHealth):
 
     def _write_stacks(self, pids: Mapping[int, int]) -> None:
         """Write the stack of each of these ranks into a file, by py-spy if it is installed and allowed."""
-        spy = shutil.which("py-spy") or shutil.which("py-spy", path=str(Path(sys.executable).parent))
         spies: list[tuple[int, subprocess.Popen[bytes]]] = []
         null = subprocess.DEVNULL
         for rank, pid in pids.items():
             with contextlib.suppress(OSError), (self._logs / f"rank{rank}.stack.txt").open("wb") as file:
-                command = [spy or "py-spy", "dump", "--pid", str(pid)]
                 try:
-                    spies.append((rank, subprocess.Popen(command, stdin=null, stdout=file, stderr=subprocess.PIPE)))
+                    spies.append((rank, subprocess.Popen(spy(pid), stdin=null, stdout=file, stderr=subprocess.PIPE)))
                 except OSError as error:
                     file.write(f"no stack: py-spy cannot be started ({error.strerror}): pip install py-spy\n".encode())
         until = time.monotonic() + _SPYING

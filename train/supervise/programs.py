@@ -347,7 +347,10 @@ class Script(Program):
         from .health import ScriptHealth
         from .script_figures import ScriptFigures
 
-        return ScriptHealth(ScriptFigures(run, spec, attempt), run.logs(attempt), spec.watch, ranks, kill)
+        def tell(text: str) -> None:
+            run.note(reason=f"{text}; to end it: train stop {run.name} --now")
+
+        return ScriptHealth(ScriptFigures(run, spec, attempt), run.logs(attempt), spec.watch, ranks, kill, tell)
 
     def reports_end(self, facts: Facts) -> bool:
         return bool(facts.outcomes)

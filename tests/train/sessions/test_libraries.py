@@ -99,7 +99,6 @@ def killed_ends_alike(station: Station, script: str, ranks: int) -> None:
 
 
 @pytest.mark.minutes
-@pytest.mark.turns
 @pytest.mark.parametrize("script", ["lightning_trainer", "hf_trainer", "accelerate_loop"])
 def test_libraries_on_two_ranks(station: Station, script: str) -> None:
     killed_ends_alike(station, script, 2)
