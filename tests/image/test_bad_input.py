@@ -130,7 +130,7 @@ def test_limits_hold_inside(make_station: Callable[..., Station]) -> None:
     assert station.inspect(limits) == f"{2 << 30} 1500000000 600 {1 << 30}"
     assert 400 < int(station.dev("python3", "-c", FORKS).stdout) < 600
     memory = {
-        one["name"]: one["seen"] for one in json.loads(station.dev("train", "doctor", "--json", check=False).stdout)
+        one["check"]: one["seen"] for one in json.loads(station.dev("train", "doctor", "--json", check=False).stdout)
     }
     assert memory["memory"].startswith("2 GiB in this container")
     (station.folder / "projects" / "eats.py").write_text("x = bytearray(b'1') * (3 << 30)\n")

@@ -10,6 +10,7 @@ from typing import TextIO
 from .. import format, screen
 from ..format import figure, figures
 from ..run import metrics
+from ..run.log_limit import Place
 from ..run.progress_lines import EVERY, Folding
 from ..run.record import Record
 from ..run.run_folder import Run
@@ -31,23 +32,25 @@ class LogTail:
     """
 
     def __init__(self, path: Path, stream: TextIO, every: float | None = EVERY, most: int = 0) -> None:
-        self.path, self._stream, self._at, self._most = path, stream, 0, most
+        self.path, self._stream, self._place, self._most = path, stream, Place(), most
         self._folding = None if every is not None and stream.isatty() else Folding(every)
 
     def update(self) -> None:
         """Print what is new since the last call."""
         with contextlib.suppress(FileNotFoundError), self.path.open("rb") as file:
             size = file.seek(0, os.SEEK_END)  # to here: a rank may write faster than this prints
-            self._at = min(self._at, size)  # the agent has removed the middle (log_limit.py)
-            if self._most and size - self._at > self._most:
-                skipped, self._at = size - self._most - self._at, size - self._most
+            left = size - self._place.enter(file)
+            if self._most and left > self._most:
+                skipped, left = left - self._most, self._most
+                for start in range(0, skipped, 1 << 20):
+                    self._place.has_read(file.read(min(1 << 20, skipped - start)))
                 self._put(f"\n[{format.size(skipped)} of output are not shown here; train logs shows them]\n".encode())
-            file.seek(self._at)
             text = None
             while text != b"":  # the folding gets b"" too: a line about a redrawn one may be due
-                text = file.read(min(1 << 16, size - file.tell()))
+                text = file.read(min(1 << 16, max(left, 0)))
+                left -= len(text)
+                self._place.has_read(text)
                 self._put(self._folding.feed(text) if self._folding else text)
-            self._at = file.tell()
 
     def end(self) -> None:
         """Print the rest, including an unfinished last line."""

@@ -26,6 +26,7 @@ from ..errors import Refused, one_line, shortened
 from ..signals import end_with_parent
 from . import metrics
 from .epoch_steps import EpochSteps
+from .log_limit import Place
 from .metrics import Lines, metrics_text
 from .progress_lines import Folding
 from .run_folder import Run, seconds_of
@@ -101,16 +102,15 @@ class OutputReader:
     def __init__(self, path: Path, text: str, before: Iterable[Any] = ()) -> None:
         self._steps = EpochSteps(before)
         self.problem = "" if self._steps.has_before else f"no line of the output of rank 0 matches '{text}'"
-        self._path, self._expression, self._at = path, _expression(text), 0
+        self._path, self._expression, self._place = path, _expression(text), Place()
         self._folding = Folding(_REDRAWN_EVERY)
 
     def lines(self, is_last: bool) -> Iterator[Line]:
         new = b""
         with contextlib.suppress(OSError), self._path.open("rb") as file:
-            self._at = min(self._at, file.seek(0, os.SEEK_END))  # the middle may have been removed (log_limit.py)
-            file.seek(self._at)
+            self._place.enter(file)
             new = file.read()
-            self._at = file.tell()
+            self._place.has_read(new)
         folded = self._folding.feed(new) + (self._folding.end() if is_last else b"")
         for text in folded.decode(errors="replace").splitlines():
             if found := self._expression.search(_COLOUR.sub("", text)[:_LONGEST]):

@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Iterable
 from pathlib import Path
+from typing import BinaryIO
 
 _LOOK_EVERY = 0.5
 """Seconds between two looks at the logs. A rank may write 100 MB in them."""
@@ -17,6 +18,33 @@ _LINE = 1 << 16
 MB = 10**6
 FIELD = "log.max"
 """The field of a task or a script with the limit, in MB."""
+
+
+_NOTE = b" of output were removed here (log.max)\n"
+_KNOWN = 200
+"""Number of bytes by which a reader knows its place."""
+
+
+class Place:
+    """Where a reader is in a log, also after the middle has been removed."""
+
+    def __init__(self) -> None:
+        self._at, self._before = 0, b""
+
+    def enter(self, file: BinaryIO) -> int:
+        """Move an open log to what this reader has not read. Returns the position."""
+        file.seek(max(self._at - len(self._before), 0))
+        if file.read(len(self._before)) != self._before:
+            file.seek(max(file.seek(0, os.SEEK_END) - 2 * _END, 0))
+            start, text = file.tell(), file.read()
+            known, note = text.rfind(self._before), text.find(_NOTE)
+            after = known + len(self._before) if known >= 0 else note + len(_NOTE) if note >= 0 else 0
+            self._at = start + after
+        return file.seek(self._at)
+
+    def has_read(self, text: bytes) -> None:
+        """Go on behind what was read."""
+        self._at, self._before = self._at + len(text), (self._before + text)[-_KNOWN:]
 
 
 class LogLimit:
@@ -58,7 +86,7 @@ class LogLimit:
             file.readline(_LINE)
             last = file.read(2 * _END)  # with what a rank writes in this moment
             gone = size - first - len(last)
-            text = f"train: {(self._removed[path] + gone) / MB:.0f} MB of output were removed here (log.max)\n"
+            text = f"train: {(self._removed[path] + gone) / MB:.0f} MB".encode() + _NOTE
             file.truncate(first)
-            end.write(text.encode() + last)
+            end.write(text + last)
         return gone
