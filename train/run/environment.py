@@ -30,8 +30,10 @@ _SETTINGS = re.compile(
     | (GLOO | UCX | FI | IBV | RDMAV | MLX5)_ \w*  # networks
     | (HF | TRANSFORMERS | TOKENIZERS | ACCELERATE | WANDB)_ \w*
     # object stores: where, and where the secrets are
-    | AWS_(PROFILE | REGION | DEFAULT_REGION | ENDPOINT_URL(_S3)? | CONFIG_FILE | SHARED_CREDENTIALS_FILE | CA_BUNDLE)
-    | GOOGLE_APPLICATION_CREDENTIALS | GOOGLE_CLOUD_PROJECT | AZURE_STORAGE_ACCOUNT_NAME | FSSPEC_CONFIG_DIR
+    | AWS_(PROFILE | REGION | DEFAULT_REGION | ENDPOINT_URL(_\w+)? | CONFIG_FILE | SHARED_CREDENTIALS_FILE | CA_BUNDLE)
+    | AWS_(\w*CHECKSUM\w* | MAX_ATTEMPTS | RETRY_MODE | DEFAULTS_MODE | SDK_LOAD_CONFIG | ROLE_ARN)
+    | AWS_(EC2_METADATA | IGNORE | S3 | STS | USE)_ \w*
+    | GOOGLE_APPLICATION_CREDENTIALS | GOOGLE_CLOUD_PROJECT | AZURE_STORAGE_ACCOUNT_NAME | FSSPEC_ \w*
     """
 )
 """Names of variables that a resume restores, whatever the source mentions."""
@@ -52,6 +54,8 @@ _SECRET = re.compile(r"(?i)(?!NCCL_|UCX_).*(SECRET|PASSWORD|PASSWD|PASSPHRASE|(T
 """Names of secrets. In NCCL_IB_PKEY the key is a partition of InfiniBand."""
 _PASSWORD = re.compile(r"(^|//)[^\s/:@]*:[^\s/]+@[\w.\[-]")
 """The part of an address with a password: http://user:password@host, or user:password@host."""
+_IN_JSON = re.compile(r"""(?i)["'][\w-]*(secret|passw|passphrase|token|key)[\w-]*["']\s*:""")
+"""A secret inside a value in JSON, as in FSSPEC_S3='{"key": …, "secret": …}'."""
 _WORD = re.compile(rb"[A-Za-z_][A-Za-z0-9_]*")
 _NAMES = 12
 """Maximum number of names in a warning."""
@@ -78,8 +82,8 @@ class SavedEnvironment:
 
 def is_secret(name: str, value: str) -> bool:
     """Whether a variable is a secret, by its name (WANDB_API_KEY, but not TOKENIZERS_PARALLELISM), or contains one: an
-    address with a password."""
-    return bool(_SECRET.match(name) or _PASSWORD.search(value))
+    address with a password, or a field of a JSON value."""
+    return bool(_SECRET.match(name) or _PASSWORD.search(value) or _IN_JSON.search(value))
 
 
 def check_names(names: Iterable[str], environ: Mapping[str, str]) -> None:
