@@ -181,7 +181,7 @@ def reason_of(error: pydantic.ValidationError, annotation: Any = None) -> str:
     words = _words(_members(annotation))
     if first["type"] == "literal_error":
         message += nearest(str(first["input"]), words)
-    else:  # words that a union allows besides numbers
+    elif first["type"] != schema.NO_TASK:  # words that a union allows besides numbers
         message += "".join(f", or {word}" for word in words)
     return one_line(message.replace("input should", "should"))
 

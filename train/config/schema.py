@@ -36,13 +36,15 @@ Share = Annotated[float, Field(ge=0, le=1)]
 _OfTorch = Literal[
     "adadelta", "adafactor", "adagrad", "adam", "adamax", "adamw", "asgd", "nadam", "radam", "rmsprop", "rprop", "sgd"
 ]  # fmt: skip
+NO_TASK = "no_task"
+"""Type of the error about a value that no task can have."""
 SESSION_CAN = "your own loop: a session can (docs/sessions.md)"
 """What to do instead of a task whose optimizer computes the loss several times in a step."""
 
 
 def _as_optimizer(name: Any) -> Any:
     if isinstance(name, str) and name.lower() == "lbfgs":
-        raise PydanticCustomError("optimizer", f"computes the loss several times in a step; write {SESSION_CAN}")
+        raise PydanticCustomError(NO_TASK, f"computes the loss several times in a step; write {SESSION_CAN}")
     return name.lower() if isinstance(name, str) else name
 
 

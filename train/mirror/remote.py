@@ -68,7 +68,8 @@ class Remote:
         except ValueError:
             known = "s3://, gs://, az://, hf://, sftp://, or the path of a folder"
             raise Refused(f"{url}: there is no protocol {protocol}://; use {known}") from None
-        self._fs, root = fsspec.core.url_to_fs(url)
+        # a client of its own: fsspec would hand out one again whose connection is lost
+        self._fs, root = fsspec.core.url_to_fs(url, skip_instance_cache=True)
         self._root = str(root).rstrip("/")
         self._is_local = bool(getattr(self._fs, "local_file", False))
 

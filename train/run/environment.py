@@ -30,8 +30,10 @@ _SETTINGS = re.compile(
     | (GLOO | UCX | FI | IBV | RDMAV | MLX5)_ \w*  # networks
     | (HF | TRANSFORMERS | TOKENIZERS | ACCELERATE | WANDB)_ \w*
     # object stores: where, and where the secrets are
-    | AWS_(PROFILE | REGION | DEFAULT_REGION | ENDPOINT_URL(_S3)? | CONFIG_FILE | SHARED_CREDENTIALS_FILE | CA_BUNDLE)
-    | GOOGLE_APPLICATION_CREDENTIALS | GOOGLE_CLOUD_PROJECT | AZURE_STORAGE_ACCOUNT_NAME | FSSPEC_CONFIG_DIR
+    | AWS_(PROFILE | REGION | DEFAULT_REGION | ENDPOINT_URL(_\w+)? | CONFIG_FILE | SHARED_CREDENTIALS_FILE | CA_BUNDLE)
+    | AWS_(\w*CHECKSUM\w* | MAX_ATTEMPTS | RETRY_MODE | DEFAULTS_MODE | SDK_LOAD_CONFIG | ROLE_ARN)
+    | AWS_(EC2_METADATA | IGNORE | S3 | STS | USE)_ \w*
+    | GOOGLE_APPLICATION_CREDENTIALS | GOOGLE_CLOUD_PROJECT | AZURE_STORAGE_ACCOUNT_NAME | FSSPEC_ \w*
     """
 )
 """Names of variables that a resume restores, whatever the source mentions."""
@@ -76,7 +78,7 @@ _PASSWORD = re.compile(
         | AIza[\w-]{30} | ya29\. | eyJ[\w-]+\.eyJ | npm_\w{30} | pypi-Ag | dop_v1_
     ))
     | ^\s* (bearer | basic | token) \s+ \S{8} | authorization: | -----BEGIN\ [A-Z ]*PRIVATE\ KEY
-    | "(private_key | client_secret | refresh_token | auths? | password | secret)" \s* :
+    | ["'] ([\w-]* (secret | passw | passphrase | token | key) [\w-]* | auths?) ["'] \s* :  # a field in JSON
     """
 )
 """Values that are secrets or contain one, whatever their name."""

@@ -6,6 +6,8 @@ import json
 import os
 import shutil
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import fsspec
@@ -57,6 +59,51 @@ def test_a_run_comes_back_byte_by_byte(url, tmp_path):
     assert found.read()["station_digest"] is None
     with pytest.raises(Refused, match="exists"):
         fetch(url, tmp_path / "elsewhere", "one")
+
+
+KEEPS_UP = """
+import sys
+from pathlib import Path
+import fsspec
+from fsspec.implementations.local import LocalFileSystem
+from train.mirror import process
+from train.run.run_folder import Run
+
+
+class Client(LocalFileSystem):
+    protocol = "lossy"
+    calls, made = 0, []
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.made.append(self)
+        self.is_lost = False
+
+    def open(self, path, mode="rb", **kwargs):
+        Client.calls += 1
+        self.is_lost |= Client.calls == 5  # one connection breaks, once; a client with a lost one stays so
+        if self.is_lost:
+            raise ConnectionResetError(104, "Connection lost")
+        return super().open(path, mode, **kwargs)
+
+
+fsspec.register_implementation("lossy", Client)
+process.keep_up(Run(Path(sys.argv[1])))
+print(len(Client.made), Client.calls)
+"""
+
+
+def test_a_mirror_comes_back_after_a_lost_connection(tmp_path):
+    run, away = _run(tmp_path / "runs"), tmp_path / "away"
+    (run.folder / "config.toml").write_text(f"[checkpoint]\nmirror = 'lossy://{away}'\n")
+    run.update(state="finished")
+    done = subprocess.run(
+        [sys.executable, "-c", KEEPS_UP, str(run.folder)], capture_output=True, text=True, timeout=120, check=True
+    )
+    clients, calls = map(int, done.stdout.split())
+    assert clients == 2 and calls > 10, done.stderr
+    assert state.read(run).error == "" and state.read(run).is_complete
+    assert fetch(str(away), tmp_path / "elsewhere", None)[0].steps_saved() == [2, 1]
 
 
 def test_old_checkpoints_go_after_new_ones_have_come(url, tmp_path):

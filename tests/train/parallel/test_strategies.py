@@ -296,7 +296,7 @@ def test_an_optimizer_that_computes_the_loss_by_itself_is_refused() -> None:
     model = torch.nn.Linear(2, 2)
     with pytest.raises(Refused, match=r"returns a LBFGS, which needs the loss several times .*: a session can"):
         make_optimizer(_optimizer(lambda model: torch.optim.LBFGS(model.parameters())), model, Config())
-    with pytest.raises(Refused, match=r"optim.name .*several times .*: a session can"):
+    with pytest.raises(Refused, match=r"optim.name .*several times .*: a session can \(docs/sessions.md\)$"):
         check_flags({"optim.name": "LBFGS"})
 
 

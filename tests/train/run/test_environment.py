@@ -156,6 +156,8 @@ def test_what_cannot_be_kept_is_refused(station: Station, flag: str, said: str) 
         ("TOKENIZERS_PARALLELISM", "a", False), ("KEYBOARD", "a", False), ("PYTHONPATH", "/a:/b:/c", False),
         ("NCCL_IB_PKEY", "1", False), ("A", "http://u:p@h:3128", True), ("A", "http://u:p@ss@h/x", True),
         ("A", "redis://:p@h", True), ("A", "u:p@proxy:3128", True), ("A", "a=http://h,b=http://v:q@i", True),
+        ("FSSPEC_S3", '{"key": "a", "secret": "b"}', True), ("FSSPEC_S3", '{"config": {"verify": false}}', False),
+        ("FSSPEC_S3_SECRET", "a", True), ("A", "{'password': 'b'}", True),
         ("A", "ssh://git@host/x", False), ("A", "http://h:80/a@b", False), ("A", "me@host", False),
         ("DB_PASS", "a", True), ("dbPass", "a", True), ("GH_PAT", "a", True), ("BEARER", "a", True),
         ("DBPASS", "a", True), ("BYPASS", "a", False),
@@ -180,6 +182,14 @@ def test_what_cannot_be_kept_is_refused(station: Station, flag: str, said: str) 
 )  # fmt: skip
 def test_which_variables_are_secrets(name: str, value: str, expected: bool) -> None:
     assert environment.is_secret(name, value) is expected
+
+
+def test_settings_of_object_stores_are_kept_for_the_keeper() -> None:
+    names = ("FSSPEC_S3_ENDPOINT_URL", "FSSPEC_S3", "AWS_REQUEST_CHECKSUM_CALCULATION", "AWS_ENDPOINT_URL_S3")
+    names += ("AWS_RESPONSE_CHECKSUM_VALIDATION", "AWS_MAX_ATTEMPTS", "AWS_EC2_METADATA_DISABLED", "FSSPEC_CONFIG_DIR")
+    kept = environment.keep(dict.fromkeys(names, "x") | {"AWS_CONTAINER_CREDENTIALS_RELATIVE_URI": "/a"})
+    assert kept.values == dict.fromkeys(names, "x")
+    assert environment.resumed(kept, {}, as_recorded=True)[0] == kept.values
 
 
 def test_what_torch_sets_by_itself_is_not_kept_and_no_difference() -> None:
