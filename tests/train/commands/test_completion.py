@@ -63,6 +63,7 @@ OFFERED = {
     "train run --init w.": {"w.pt", "w.safetensors"},
     "train ls --state ": {
         "checking",
+        "other-format",
         "created",
         "queued",
         "running",
