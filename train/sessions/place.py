@@ -40,6 +40,8 @@ _PATIENCE = datetime.timedelta(hours=2)
 """How long ranks wait for one that makes a folder or verifies a checkpoint."""
 _LAST_WAIT = datetime.timedelta(seconds=60)
 """How long a rank that has stopped waits until rank 0 has recorded it."""
+_NOTICED = 60.0
+"""Seconds after which the refusal of a process that a rank has started is not the reason for the rank's end."""
 _NOTE_EVERY = 1.0
 """Seconds between two notes of the progress in run.json, in a run of its own."""
 
@@ -262,7 +264,7 @@ class Place:
                 outcome.write(logs, dataclasses.replace(end, rank=int(os.environ.get("RANK", "0"))))
             return
         of_worker = outcome.read(self.logs, self.rank) if end.kind is Kind.DIED else None
-        if of_worker is not None and of_worker.kind is Kind.REFUSED:
+        if of_worker is not None and of_worker.kind is Kind.REFUSED and end.time - of_worker.time < _NOTICED:
             end = of_worker
         self._ended = end
         self.beat(heartbeat.ENDING, end.step)

@@ -205,3 +205,22 @@ def test_a_run_of_its_own_without_a_checkpoint_leaves_nothing(shared_station: St
         "train: this process has a session already; open one session, in the first line of main()"
     ]
     assert not [*shared_station.runs.glob("refused-*")]
+
+
+def test_a_process_that_opens_a_session_again_refuses_the_run(shared_station: Station) -> None:
+    text = """
+import multiprocessing
+
+import train.sessions.place
+
+train.sessions.place.Place.open(save_every=5)
+process = multiprocessing.get_context("spawn").Process(target=print)
+process.start()
+process.join()
+raise RuntimeError("DataLoader worker (pid(s) 7) exited unexpectedly")
+"""
+    (shared_station.folder / "again.py").write_text(text)
+    shared_station.ok("launch", "--script", "again.py", "--name", "again", "--max-restarts", 2)
+    record = shared_station.wait_for_end("again")
+    assert record["state"] == states.FAILED and len(record["attempts"]) == 1
+    assert record["reason"].endswith("put what the script does below: if __name__ == '__main__':")
