@@ -338,7 +338,7 @@ class Run:
         from .run import owner
 
         step, weights = self._chosen(checkpoint, "export")
-        return registered.state_dict(owner.opened(self._run()), name, step, weights)[1]
+        return registered.state_dict(owner.opened(self._run()), name, step, weights=weights)[1]
 
     @_refusing
     def export(self, to: str | Path, checkpoint: int | str | None = None, weights: str | None = None) -> Path:
@@ -378,7 +378,7 @@ class Run:
 
         spec = read_spec(run := self._run())
         programs.of(spec).check_can(use, run.name)
-        wanted = best.checkpoint_named(run, spec, None if checkpoint is None else str(checkpoint), screen.remark)
+        wanted = best.checkpoint_named(run, spec, None if checkpoint is None else str(checkpoint), tell=screen.remark)
         return wanted.step, wanted.weights(weights, screen.remark, run.name)
 
 

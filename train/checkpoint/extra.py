@@ -36,7 +36,7 @@ class Extra:
     """Maps the name of an update that leaves out steps to the stats (STEP_STATS) of the last step that made it, and
     `parts_kept` of it to the parts of that loss."""
 
-    orders: dict[str, Tensor] = dataclasses.field(default_factory=dict)
+    orders: dict[str, Tensor] = dataclasses.field(default_factory=dict, kw_only=True)
     """`digests`: of the orders of epochs that the task's own function gave; see trainer/orders.py."""
 
     def state(self) -> dict[str, Any]:

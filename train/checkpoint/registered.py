@@ -18,7 +18,9 @@ MODEL = "model"
 """The name of the module that is meant if none is named."""
 
 
-def state_dict(run: Run, name: str = "", step: int | None = None, weights: str = "") -> tuple[int, dict[str, Tensor]]:
+def state_dict(
+    run: Run, name: str = "", step: int | None = None, *, weights: str = ""
+) -> tuple[int, dict[str, Tensor]]:
     """Return a step and the tensors of a task's model, or of a module that a session has registered, on the CPU.
 
     Args:

@@ -48,7 +48,7 @@ def run(options: Namespace, runs: Path) -> int:
     target = Path(options.to).absolute() if options.to is not None else None
     if target is not None:
         durable.check_target(target, (".json",))
-    wanted = best.checkpoint_named(run, spec, options.checkpoint, screen.remark)
+    wanted = best.checkpoint_named(run, spec, options.checkpoint, tell=screen.remark)
     from ..trainer.evaluate import evaluate_run
 
     folders.enter(spec.cwd)

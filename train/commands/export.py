@@ -47,7 +47,7 @@ def run(options: Namespace, runs: Path) -> int:
     spec = read_spec(run)
     program = programs.of(spec)
     program.check_can("export", run.name)
-    wanted = best.checkpoint_named(run, spec, options.checkpoint, screen.remark)
+    wanted = best.checkpoint_named(run, spec, options.checkpoint, tell=screen.remark)
     which = wanted.weights(options.weights, screen.remark)
     folders.enter(spec.cwd)
     with screen.results_alone():

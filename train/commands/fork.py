@@ -67,7 +67,7 @@ def start(options: Namespace, runs: Path) -> str:
     program = programs.of(spec)
     program.check_can("fork", of.name)
     _check_kind(options, is_task=program is programs.TASK, name=of.name)
-    wanted = best.checkpoint_named(of, spec, options.checkpoint, screen.remark)
+    wanted = best.checkpoint_named(of, spec, options.checkpoint, tell=screen.remark)
     step = wanted.step or of.newest_checkpoint
     name = options.new or folders.fresh_name(runs, of.name)
     folders.check_free(runs, name)

@@ -140,7 +140,7 @@ def _add_details(records: list[Record], runs: Path, named: Iterable[str]) -> Non
     directed = [name.removeprefix(BEST) for name in named if name.startswith((f"{BEST}min:", f"{BEST}max:"))]
     for record in records:
         is_script, run = bool(record.get("script")), Run(runs / record["name"])
-        record["best"] = best.bests(run, is_script, [record["config"], *configs], directed)
+        record["best"] = best.bests(run, is_script, [record["config"], *configs], texts=directed)
 
 
 def _check_names(option: str, names: tuple[str, ...], records: list[Record]) -> None:

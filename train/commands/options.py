@@ -253,7 +253,7 @@ def _weights_at(text: str, runs: Path) -> str:
     if not is_run or (sign and not which):
         raise Refused(f"--init {text}: no file and no run has this name; give a FILE, NAME, NAME@best or NAME@STEP")
     run = folders.find(runs, name)
-    wanted = best.checkpoint_named(run, read_spec(run), which or None, screen.remark)
+    wanted = best.checkpoint_named(run, read_spec(run), which or None, tell=screen.remark)
     step = wanted.step or run.newest_checkpoint
     if not step:
         raise Refused(f"--init {text}: {name} has no checkpoint yet")

@@ -133,7 +133,7 @@ def prepare(
     )  # fmt: skip
     if initial is not None and initial.path:
         sets = {"train_set": found.train_set, "eval_sets": found.eval_sets}
-        warnings += kept_split.warnings(task, config, initial.path, runs, sets)
+        warnings += kept_split.warnings(task, config, initial.path, runs, sets=sets)
     batch_norm.check(
         task, config, found.train_set, lambda: model, samples=found.samples, ranks=everywhere, steps=range(found.total)
     )

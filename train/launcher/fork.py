@@ -129,7 +129,7 @@ def prepare_fork(run: Run, step: int, flags: dict[str, str], ranks: int, file: s
         sets = {"train_set": found.train_set, "eval_sets": found.eval_sets}
         differs, facts = _data_of(run, task, config, **sets)
         warnings, files[fingerprint.FACTS] = warnings + differs, facts
-        warnings += kept_split.warnings(task, config, run.name, run.folder.parent, sets)
+        warnings += kept_split.warnings(task, config, run.name, run.folder.parent, sets=sets)
     else:
         check_data(run, spec, task, config, found.train_set, found.eval_sets)
     warnings += imports.edited(run, spec) if given is None else []

@@ -74,7 +74,7 @@ def _ancestors(first: Run, runs: Path) -> Iterator[Run]:
             ahead.append(one)
 
 
-def warnings(task: Task, config: Config, source: str, runs: Path, sets: Sets) -> list[str]:
+def warnings(task: Task, config: Config, source: str, runs: Path, *, sets: Sets) -> list[str]:
     """Return a warning if weights from `source` may have been trained on evaluation samples of this configuration.
 
     Args:

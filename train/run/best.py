@@ -56,7 +56,7 @@ def values_of(run: Run, is_script: bool) -> dict[str, list[float]]:
 
 
 def bests(
-    run: Run, is_script: bool, configs: Sequence[Mapping[str, Any]], texts: Iterable[str] = ()
+    run: Run, is_script: bool, configs: Sequence[Mapping[str, Any]], *, texts: Iterable[str] = ()
 ) -> dict[str, float]:
     """Return the best value of each metric of a run, and of those that min:NAME and max:NAME in `texts` name.
 
@@ -179,7 +179,7 @@ class Chosen(NamedTuple):
         return f", the best by {self.metric}" if self.metric else ""
 
 
-def checkpoint_named(run: Run, spec: Spec, text: str | None, tell: Callable[[str], None]) -> Chosen:
+def checkpoint_named(run: Run, spec: Spec, text: str | None, *, tell: Callable[[str], None]) -> Chosen:
     """Return the checkpoint that `--checkpoint` means, a number or `best`.
 
     Args:

@@ -174,7 +174,7 @@ def test_the_best_checkpoint_has_the_lowest_loss_or_the_highest_metric_that_is_a
     run = Run(runs / "exp-1")
     assert best.best(run, read_spec(run).best_by) is None and best.facts(run, "") == {"checkpoints": [], "best": None}
     with pytest.raises(Refused, match="was evaluated"):
-        best.checkpoint_named(run, read_spec(run), "best", print)
+        best.checkpoint_named(run, read_spec(run), "best", tell=print)
     scores: dict[int, dict[str, float | None]] = {
         2: {"loss": 0.1, "accuracy": 0.5}, 4: {"loss": 0.3, "accuracy": 0.9}, 6: {"loss": 0.2, "accuracy": 0.9},
         8: {"loss": None, "accuracy": None},
@@ -182,8 +182,8 @@ def test_the_best_checkpoint_has_the_lowest_loss_or_the_highest_metric_that_is_a
     evaluated(run, [4, 6, 7, 8], scores)
     assert best.best(run, read_spec(run).best_by) == best.Best(6, "loss", 0.2, lost=(2, 0.1))
     said: list[str] = []
-    assert best.checkpoint_named(run, read_spec(run), "best", said.append) == best.Chosen(6, "loss")
-    assert best.checkpoint_named(run, read_spec(run), "7", said.append) == best.Chosen(7)
+    assert best.checkpoint_named(run, read_spec(run), "best", tell=said.append) == best.Chosen(6, "loss")
+    assert best.checkpoint_named(run, read_spec(run), "7", tell=said.append) == best.Chosen(7)
     better = "step 2 was better (loss 0.1000) but has no checkpoint"
     assert said == [f"warning: {better}; next time give --checkpoint.best loss"]
     evaluated(run, [], scores, "accuracy")
