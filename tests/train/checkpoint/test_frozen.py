@@ -138,7 +138,7 @@ def test_a_damaged_file_that_the_first_weights_do_not_make_is_named_and_costs_no
 ) -> None:
     run = Run(shutil.copytree(adapted.station.runs / "adapted", tmp_path / "tuned"))
     text = (run.folder / "config.toml").read_text()
-    (run.folder / "config.toml").write_text(text.replace("seed = 0", "seed = 1"))
+    (run.folder / "config.toml").write_text(text.replace("seed = 0", "seed = 1", 1))
     for step in run.steps_saved():
         path = run.checkpoint(step) / manifests.MANIFEST
         path.write_text(manifests.manifest_text(json.loads(path.read_text().replace('"seed": 0', '"seed": 1'))))
