@@ -46,32 +46,55 @@ def main() -> None:
     stop = StopRequest()
     signal.signal(signal.SIGHUP, _leave)  # until the run exists; then create_run.py ignores the terminal's end
     launch = launches.from_json(content["launch"])
+    caller = _Caller(folder, tmux.CALLER)
     try:
         doing.note_in(os.open(folder / tmux.NOTES, os.O_WRONLY))
-        threading.Thread(target=_end_with_caller, args=(folder / tmux.CALLER,), daemon=True).start()
         opened = launch.open(content["env"])
         if opened.spec.cluster is None:  # other machines know it by its path
             opened.run = opened.run.held()
     except SystemExit:
         why = f"the launch of {launch.name} was ended while it was being checked; nothing was created"
         _answer(folder, {"refused": why})
+        caller.answered()
         raise
     except BaseException as error:
         _answer(folder, {"refused": error_line(error)})
+        caller.answered()
         sys.exit(EXIT_REFUSED if isinstance(error, Refused) else 1)
     if not _answer(folder, {"warnings": opened.plan.warnings}):
         launch.undo(opened.run, opened.lock)
         sys.exit(EXIT_REFUSED)
+    caller.answered()
     leave(keep(opened, stop))
 
 
-def _end_with_caller(lock: Path) -> None:
-    """End this process if its caller, which holds this lock while it waits, ends before the run exists."""
-    with contextlib.suppress(OSError):
-        with lock.open("rb") as file:
-            fcntl.flock(file, fcntl.LOCK_SH)  # waits
-        shutil.rmtree(lock.parent, ignore_errors=True)  # as the caller does; without it nobody gets an answer
-        os.kill(os.getpid(), signal.SIGHUP)
+class _Caller:
+    """Watches the caller, which holds a lock in the folder of the request while it waits.
+
+    If it ends before the run exists, this process ends too. Once the run exists, it goes on without its caller.
+    """
+
+    def __init__(self, folder: Path, lock: str) -> None:
+        self._folder, self._lock = folder, lock
+        self._is_answered, self._is_gone = threading.Event(), threading.Event()
+        threading.Thread(target=self._wait, daemon=True, name="caller").start()
+
+    def _wait(self) -> None:
+        with contextlib.suppress(OSError):
+            with (self._folder / self._lock).open("rb") as file:
+                fcntl.flock(file, fcntl.LOCK_SH)  # waits
+            self._is_gone.set()
+            os.kill(os.getpid(), signal.SIGHUP)  # ignored once the run exists
+            self._clean()
+
+    def answered(self) -> None:
+        """Note that there is an answer: a caller that is gone does not remove its folder."""
+        self._is_answered.set()
+        self._clean()
+
+    def _clean(self) -> None:
+        if self._is_answered.is_set() and self._is_gone.is_set():
+            shutil.rmtree(self._folder, ignore_errors=True)
 
 
 def _take_environment(environ: dict[str, str]) -> None:
@@ -111,7 +134,7 @@ def error_line(error: BaseException) -> str:
 
 
 def _answer(folder: Path, answer: dict[str, Any]) -> bool:
-    """Answer the caller. Returns False if the caller has withdrawn the request, or was killed."""
+    """Answer the caller. Returns False if the caller has withdrawn the request (a killed caller has not)."""
     try:
         durable.write_atomically(folder / "answer.json", json.dumps(answer), durable=False)
     except OSError:
