@@ -13,7 +13,7 @@ import pytest
 from train.launcher.live_view import LogTail
 from train.run.figures import OutputReader
 from train.run.log_limit import LogLimit
-from train.supervise import health
+from train.supervise import health, lingering
 
 WRITES = """
 import os, sys
@@ -67,7 +67,7 @@ def test_a_stack_that_py_spy_may_not_read_is_told(
     if program is not None:
         spy.write_text(f"#!/bin/sh\n{program}\n")
         spy.chmod(0o755)
-    monkeypatch.setattr(health.shutil, "which", lambda *_, **__: str(spy))
+    monkeypatch.setattr(lingering.shutil, "which", lambda *_, **__: str(spy))
     watch = health.ScriptHealth.__new__(health.ScriptHealth)
     watch._logs = tmp_path
     watch._write_stacks({0: os.getpid()})
