@@ -84,6 +84,9 @@ def printable(text: str) -> str:
 class PlainLines(logging.Formatter):
     """Formats log lines without control characters, because they may quote names and errors of a user's code."""
 
+    def __init__(self) -> None:
+        super().__init__()
+
     def format(self, record: logging.LogRecord) -> str:
         return "\n".join(map(printable, super().format(record).split("\n")))
 

@@ -31,7 +31,7 @@ class LogTail:
         most: Maximum number of bytes to print at once, because a terminal is slower than a disk. 0: no limit.
     """
 
-    def __init__(self, path: Path, stream: TextIO, every: float | None = EVERY, most: int = 0) -> None:
+    def __init__(self, path: Path, stream: TextIO, *, every: float | None = EVERY, most: int = 0) -> None:
         self.path, self._stream, self._place, self._most = path, stream, Place(), most
         self._folding = None if every is not None and stream.isatty() else Folding(every)
 

@@ -32,7 +32,7 @@ def users(environ: Mapping[str, str]) -> dict[str, str]:
     return found
 
 
-def variables(environ: Mapping[str, str], run_id: str, has_feed: bool, rank: int) -> dict[str, str]:
+def variables(environ: Mapping[str, str], run_id: str, *, has_feed: bool, rank: int) -> dict[str, str]:
     """Return the variables with which a rank continues its run at W&B after a restart.
 
     Each rank has its own run there: processes that write into one overwrite each other.

@@ -88,14 +88,14 @@ class Ranks(abc.ABC):
         self._pids: dict[int, int] = {}
         self._codes: dict[int, int] = {}
         self._first: dict[int, int] = {}
-        self._wandb = ("", False)
+        self._wandb: dict[str, Any] = {"run_id": "", "has_feed": False}
         self._first_until = math.inf
         self._signalled: set[int] = set()
 
     def start(self, spec: Spec, attempt: int) -> None:
         """Start all ranks. If that fails, `problem` says why."""
         self.problem, self._pids, self._codes, self._first = "", {}, {}, {}
-        self._wandb = spec.wandb_id, bool(spec.config.get("log.wandb"))
+        self._wandb = {"run_id": spec.wandb_id, "has_feed": bool(spec.config.get("log.wandb"))}
         self._first_until, self._signalled = math.inf, set()
         self.rank_envs = [
             RankEnv(rank=rank, size=self.count, local_rank=rank, local_size=self.count) for rank in range(self.count)
@@ -130,7 +130,7 @@ class Ranks(abc.ABC):
     ) -> None:
         logs = self.run.logs(attempt)
         environ = {
-            **hash_seed.with_seed(os.environ), **wandb_run.variables(os.environ, *self._wandb, rank_env.rank),
+            **hash_seed.with_seed(os.environ), **wandb_run.variables(os.environ, rank=rank_env.rank, **self._wandb),
             **flight_recorder(logs.resolve()), **environ, **self.environ,
             "TRAIN_ATTEMPT": str(attempt), "TRAIN_AGENT_PID": str(os.getpid()),
             "TRAIN_RUN_DIR": str(self.run.path), "TRAIN_NAME": self.run.name,

@@ -115,7 +115,7 @@ def _refuse(run: Run, attempt: int, rank: int) -> None:
 
 def _print(run: Run, path: Path, attempt: int, go_on: bool, stream: TextIO) -> None:
     """Print a log to its end; with `go_on`, until its attempt has ended."""
-    tail = LogTail(path, stream, EVERY if go_on else None)
+    tail = LogTail(path, stream, every=EVERY if go_on else None)
     while go_on and _last(run) <= attempt and run.alive():
         tail.update()
         time.sleep(0.2)

@@ -220,7 +220,7 @@ process.join()
 raise RuntimeError("DataLoader worker (pid(s) 7) exited unexpectedly")
 """
     (shared_station.folder / "again.py").write_text(text)
-    shared_station.ok("launch", "--script", "again.py", "--name", "again", "--max-restarts", 2)
-    record = shared_station.wait_for_end("again")
+    shared_station.ok("launch", "--script", "again.py", "--name", "opened-again", "--max-restarts", 2)
+    record = shared_station.wait_for_end("opened-again")
     assert record["state"] == states.FAILED and len(record["attempts"]) == 1
     assert record["reason"].endswith("put what the script does below: if __name__ == '__main__':")

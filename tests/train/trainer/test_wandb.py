@@ -115,21 +115,24 @@ def test_a_run_does_not_notice_a_feed_that_fails_or_a_network_that_hangs(engine_
 
 def test_restarts_share_a_run_at_wandb_that_its_user_may_choose_and_a_nested_run_does_not_take() -> None:
     shell = {"A": "1"}
-    of_0, of_1 = (wandb_run.variables(shell, "abc", False, rank) for rank in range(2))
+    of_0, of_1 = (wandb_run.variables(shell, "abc", has_feed=False, rank=rank) for rank in range(2))
     assert (of_0[wandb_run.ID], of_1[wandb_run.ID], of_0[wandb_run.RESUME]) == ("abc", "abc-1", "allow")
-    assert wandb_run.variables(shell, "abc", True, 0)[wandb_run.ID] == "abc-0"
+    assert wandb_run.variables(shell, "abc", has_feed=True, rank=0)[wandb_run.ID] == "abc-0"
     assert wandb_run.of_feed(of_0, "abc")[0] == "abc"
     assert wandb_run.users(shell | of_0) == shell
     assert environment.keep(shell | of_0, names=["A"]).values == shell
     kept = environment.keep(shell | {"WANDB_RUN_ID": "mine", "WANDB_RESUME": "must"}, names=["A"])
     assert environment.resumed(kept, shell | of_0, as_recorded=False)[0] == kept.values
-    nested = wandb_run.variables(shell | of_0, "def", False, 0)
+    nested = wandb_run.variables(shell | of_0, "def", has_feed=False, rank=0)
     assert (shell | of_0 | nested)[wandb_run.ID] == "def"
     for given, resume in (
         ({"WANDB_RUN_ID": "mine"}, "allow"),
         ({"WANDB_RUN_ID": "mine", "WANDB_RESUME": "must"}, "must"),
     ):
-        assert given | wandb_run.variables(given, "abc", False, 0) == {"WANDB_RUN_ID": "mine", "WANDB_RESUME": resume}
+        assert given | wandb_run.variables(given, "abc", has_feed=False, rank=0) == {
+            "WANDB_RUN_ID": "mine",
+            "WANDB_RESUME": resume,
+        }
         assert wandb_run.of_feed(given, "abc") == ("mine", resume)
 
 
