@@ -57,9 +57,7 @@ def calls_between_rooms() -> Iterator[tuple[str, Any]]:
 
 
 def test_between_rooms_at_most_three_arguments_go_by_position() -> None:
-    pytest.importorskip(
-        "transformers", reason="no room in the image; all files are imported here"
-    )
+    pytest.importorskip("transformers", reason="no room in the image; all files are imported here")
     seen, wide = set(), {}
     for place, called in calls_between_rooms():
         seen.add(called)
