@@ -1,6 +1,6 @@
 """Writes what `.ci/run` asks for: failed tests into the file that TEST_FAILURES names, for `.ci/again.py` to run them
 once more, and the seconds of each test into the file that TEST_TIMES names. With TEST_TURN=N, every third of the tests
-that are marked `minutes` runs, and the next ones with N + 1.
+that are marked `minutes` runs, and the next ones with N + 1. TEST_THIRD=N does the same with files of tests.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 THIRDS = 3
-"""Number of turns after which each test that is marked `minutes` has run."""
+"""Number of turns after which each test has run."""
 NEVER, PERHAPS = "never", "perhaps"
 """Whether a failure of the test may be forgiven when the test passes twice afterwards."""
 
@@ -37,9 +37,14 @@ def pytest_collectreport(report: pytest.CollectReport) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if not (turn := os.environ.get("TEST_TURN")):
-        return
-    long = [item for item in items if item.get_closest_marker("minutes")]
-    left_out = {item for place, item in enumerate(long) if (place + int(turn)) % THIRDS}
-    config.hook.pytest_deselected(items=list(left_out))
-    items[:] = [item for item in items if item not in left_out]
+    left_out = set[pytest.Item]()
+    if turn := os.environ.get("TEST_TURN"):
+        long = [item for item in items if item.get_closest_marker("minutes")]
+        left_out |= {item for place, item in enumerate(long) if (place + int(turn)) % THIRDS}
+    if turn := os.environ.get("TEST_THIRD"):
+        # whole files, whose tests may share what they have made
+        files = {path: place for place, path in enumerate(sorted({item.path for item in items}))}
+        left_out |= {item for item in items if (files[item.path] + int(turn)) % THIRDS}
+    if left_out:
+        config.hook.pytest_deselected(items=list(left_out))
+        items[:] = [item for item in items if item not in left_out]
