@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import datetime
+import logging
 import multiprocessing
 import os
 import threading
@@ -31,6 +32,8 @@ from . import own_run
 from .agreement import Agreement
 from .ending import Ending, Signals
 from .own_run import OwnRun
+
+log = logging.getLogger("train")
 
 SAVE, STOP = "save", "stop"
 """What `Place.due` can say."""
@@ -189,6 +192,15 @@ class Place:
             self._note_at = now + _NOTE_EVERY
             known = {name: line[name] for name in ("step", "epoch", "loss", "total_steps") if name in line}
             self.run.note(**known)
+
+    def not_exact(self, reason: str) -> None:
+        """Name what no checkpoint restores: in the log, and in run.json for `train show`. Any rank may call it.
+
+        Args:
+            reason: `OBJECT: was A, is B`, or another line of that length.
+        """
+        if self.run.note_not_exact(reason):
+            log.warning("not exact: %s", reason)
 
     def sync(self) -> str:
         """Make the lines durable. Returns what prevents this; '' if nothing does."""
