@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from .. import faults, screen
+from ..checkpoint.buffers import ENVIRONMENT
 from ..errors import EXIT_STOPPED, Refused, TrainingFailed
 from ..parallel.rank_env import RankEnv, is_under_torchrun, meeting_port, read_rank_env, store_port
 from ..run import durable, heartbeat, outcome
@@ -35,14 +36,16 @@ from .own_run import OwnRun
 
 log = logging.getLogger("train")
 
-SAVE, STOP = "save", "stop"
-"""What `Place.due` can say."""
+SAVE, STOP, COPY = "save", "stop", "copy"
+"""What `Place.due` can say. COPY: into memory."""
 _MEETING = datetime.timedelta(seconds=300)
 """How long a rank tries to reach the store."""
 _PATIENCE = datetime.timedelta(hours=2)
 """How long ranks wait for one that makes a folder or verifies a checkpoint."""
 _LAST_WAIT = datetime.timedelta(seconds=60)
 """How long a rank that has stopped waits until rank 0 has recorded it."""
+_SETTLE = 10.0
+"""Seconds that a failing script gives a checkpoint that is being written."""
 _NOTICED = 60.0
 """Seconds after which the refusal of a process that a rank has started is not the reason for the rank's end."""
 _NOTE_EVERY = 1.0
@@ -75,13 +78,18 @@ class Place:
         self.local_rank, self.local_size = rank_env.local_rank, rank_env.local_size
         self._save_every, self._save_seconds = save_every or 0, 60 * (save_minutes or 0.0)
         self._saved, self._saved_at = 0, time.monotonic()
+        self._copy_every = self._copied = 0
+        self.snapshot_memory = ""
+        """Address of the memory for snapshots; '': none."""
         self._lines: Lines | None = None
         self._note_at = 0.0
         self._finish: Callable[[], None] = lambda: None
         self._is_complete: Callable[[], bool] = lambda: True
+        self._settle: Callable[[float], None] = lambda _: None
         self._store = _connect(rank_env)
         if _is_launched():
             self.run, self.attempt = _launched_run(), int(os.environ["TRAIN_ATTEMPT"])
+            self.snapshot_memory = os.environ.pop(ENVIRONMENT, "")
             if self.is_first:
                 self.run.note(session=True)
         else:
@@ -168,6 +176,7 @@ class Place:
         """
         _check_group(self.size)
         self._has_begun, self._saved, self._saved_at = True, from_step, time.monotonic()
+        self._copied = from_step
         if self.is_first:
             with contextlib.suppress(FileNotFoundError):
                 if self.run.metrics.stat().st_size > metrics_bytes:
@@ -206,24 +215,39 @@ class Place:
         """Make the lines durable. Returns what prevents this; '' if nothing does."""
         return "" if self._lines is None or self._lines.sync() else self._lines.problem
 
+    @property
+    def is_written(self) -> bool:
+        """Whether the disk has taken all lines."""
+        return self._lines is None or self._lines.is_written
+
     def metrics_size(self) -> int:
         """Return the bytes of metrics.jsonl, which a checkpoint notes; 0 on ranks other than the first."""
         return self.run.metrics.stat().st_size if self._lines is not None else 0
 
-    def due(self, updates: int) -> str:
-        """Return what all ranks do now, after this many updates: SAVE, STOP, or '' for nothing.
+    def due(self, updates: int, copy_every: int = 0) -> str:
+        """Return what all ranks do now, after this many updates: SAVE, STOP, COPY, or '' for nothing.
 
         Call it once at each border where a checkpoint may be taken, on every rank. SAVE lasts until `saved`.
+
+        Args:
+            copy_every: the number of updates between two copies in memory that this rank wants; 0: as it is.
         """
         self.stop.look()
         self._ending.goes_on()
-        wants = STOP if self.stop.asked else SAVE if self._is_time() else ""
-        agreed = self._agreement.due(updates, wants)
+        wants = STOP if self.stop.asked else SAVE if self._is_time() else f"{COPY} {copy_every}" if copy_every else ""
+        agreed, _, number = self._agreement.due(updates, wants).partition(" ")
+        if agreed == COPY:
+            self._copy_every, self._copied = int(number), updates
         self._is_stopping |= agreed == STOP
         self._is_due |= agreed == SAVE
         if self._save_every and updates // self._save_every > self._saved // self._save_every:
             self._is_due = True
-        return STOP if self._is_stopping else SAVE if self._is_due else ""
+        if self._is_stopping or self._is_due:
+            return STOP if self._is_stopping else SAVE
+        if not self._copy_every or updates // self._copy_every == self._copied // self._copy_every:
+            return ""
+        self._copied = updates
+        return COPY
 
     @property
     def is_stopping(self) -> bool:
@@ -246,14 +270,17 @@ class Place:
 
     # --- the end
 
-    def at_exit(self, finish: Callable[[], None], is_complete: Callable[[], bool]) -> None:
-        """Set what a clean exit without an end does.
+    def at_exit(
+        self, finish: Callable[[], None], *, is_complete: Callable[[], bool], settle: Callable[[float], None]
+    ) -> None:  # fmt: skip
+        """Set what a clean exit without an end does, and what a failure does first.
 
         Args:
             finish: Ends the session as finished.
             is_complete: Whether the loop has reached its end. If not, an exit after a request to stop is a stop.
+            settle: Gives a checkpoint that is being written some seconds.
         """
-        self._finish, self._is_complete = finish, is_complete
+        self._finish, self._is_complete, self._settle = finish, is_complete, settle
 
     def end(
         self, kind: Kind, *, step: int, epoch: int | None = None, reason: str = "",
@@ -307,6 +334,8 @@ class Place:
 
     def _failed(self, error: BaseException) -> bool:
         """Record an exception that has ended the script. Returns whether the request was wrong."""
+        if self._is_open:
+            self._settle(_SETTLE)
         if self._ended is None or self._ended.kind is not Kind.STOPPED:  # else the checkpoint is saved: it stays so
             if isinstance(error, KeyboardInterrupt) and self._own is not None:
                 self.stop.ask(CTRL_C, "Ctrl-C twice", now=True)

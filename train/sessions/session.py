@@ -34,8 +34,8 @@ from ..run.metrics import Lines
 from ..run.outcome import Kind
 from . import lightning, seeds
 from .loader import Loader
-from .place import STOP, Place
-from .state import Position, State
+from .place import COPY, SAVE, STOP, Place
+from .state import Now, Position, State
 
 log = logging.getLogger("train")
 
@@ -47,8 +47,9 @@ _OF_LINES = ("step", "epoch", "total_steps")
 
 
 def session(
-    *, seed: int = 0, save_every: int | None = None, save_minutes: float = 10.0, log_samples: bool = False
-) -> Session:
+    *, seed: int = 0, save_every: int | None = None, save_minutes: float = 10.0, log_samples: bool = False,
+    snapshots: bool = True,
+) -> Session:  # fmt: skip
     """Open the session of this process: find its run, and seed all ranks alike. It belongs into the first line of
     main().
 
@@ -57,6 +58,7 @@ def session(
         save_every: updates of the optimizer between two checkpoints; None: checkpoints follow the clock alone.
         save_minutes: minutes between two checkpoints; 0: never by the clock.
         log_samples: write the data set indices of each rank's samples into samples.rankR.log of the run folder.
+        snapshots: copy the state into memory too, in a launched run. False: it does not fit there twice.
 
     Raises:
         Refused: a value is wrong, this process has a session already, or its run cannot hold one.
@@ -69,15 +71,15 @@ def session(
         raise Refused(f"save_every={save_every!r}: give the number of updates between two checkpoints, at least 1")
     if not is_number:
         raise Refused(f"save_minutes={save_minutes!r}: give the minutes between two checkpoints; 0 for none by time")
-    return Session(place, seed, log_samples=log_samples)
+    return Session(place, seed, log_samples=log_samples, snapshots=snapshots)
 
 
 class Session:
     """What `session` returns. Every rank calls its methods alike."""
 
-    def __init__(self, place: Place, seed: int, *, log_samples: bool = False) -> None:
+    def __init__(self, place: Place, seed: int, *, log_samples: bool = False, snapshots: bool = True) -> None:
         self._place, self._seed, self._log_samples = place, seed, log_samples
-        self._state = State(place)
+        self._state = State(place, snapshots=snapshots)
         self._loader: Loader | None = None
         self._own: list[Seed] = []
         """Generators that the registered objects hold."""
@@ -103,7 +105,7 @@ class Session:
         """Plain values that a checkpoint keeps (a best figure, a counter): numbers, texts, lists and dicts of them. Set
         them after `register`, which fills this from the checkpoint."""
         seeds.at_start(seed)
-        place.at_exit(self.finish, lambda: self._is_complete)
+        place.at_exit(self.finish, is_complete=lambda: self._is_complete, settle=self._state.settle)
 
     # --- before the loop
 
@@ -186,7 +188,8 @@ class Session:
             values = dict(saved.values)
             self._facts = values.pop(_FACTS, {})
             self.values.update(values)
-            self._saved_at = self._clean_at = saved.position
+            self._clean_at = saved.position
+            self._saved_at = saved.position if saved.is_on_disk else None
         self._place.began(self._state.updates, size)
         self._is_registered = True
         faults.here("loaded")
@@ -259,6 +262,7 @@ class Session:
         ends."""
         self._is_complete = True
         if self._place.size > 1:
+            self._wait_for_save()
             if self._at != self._saved_at:
                 self._save(is_last=True)
             self._digest = self._state.digest()
@@ -310,9 +314,11 @@ class Session:
         if not self._state.is_clean:
             return
         self._clean_at = self._at
-        due = self._place.due(self._state.updates)
-        if due or self._wants_save:
+        due = self._place.due(self._state.updates, self._state.copy_wish())
+        if due in (SAVE, STOP) or self._wants_save:
             self._save(is_last=due == STOP)
+        else:
+            self._state.copy(self._now, due == COPY)
         if due == STOP:
             self._place.stop_here(step=self._state.updates, epoch=self._at.epoch + 1)
 
@@ -332,11 +338,20 @@ class Session:
                 raise TrainingFailed(f"the lines of the last steps could not be written: {problem}")
             log.warning("warning: no checkpoint, because metrics.jsonl could not be written (%s)", problem)
         else:
-            values = self.values | ({_FACTS: self._loader.facts} if self._loader is not None else {})
-            if state.save(self._at, values, place.metrics_size(), is_last=is_last, write=self._write):
+            if state.save(self._now(), is_last=is_last, write=self._write):
                 self._saved_at = self._at
         place.saved(state.updates)  # tried again when the next one is due
         place.beat(heartbeat.TRAINING, state.updates)
+
+    def _now(self) -> Now:
+        """Return what a checkpoint of this position holds besides the registered objects."""
+        values = self.values | ({_FACTS: self._loader.facts} if self._loader is not None else {})
+        return Now(self._at, values, self._place.metrics_size())
+
+    def _wait_for_save(self) -> None:
+        """Wait for the checkpoint that is being written."""
+        if not self._state.wait():
+            self._saved_at = None
 
     # --- the samples of each batch
 
@@ -415,6 +430,7 @@ class Session:
         if not self._is_registered:
             raise Refused("call session.register(model=…, optimizer=…) before session.finish()")
         place, state = self._place, self._state
+        self._wait_for_save()
         digest = self._digest
         if place.size == 1 or dist.is_initialized():
             faults.here("digest")
