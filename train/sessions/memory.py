@@ -56,17 +56,16 @@ class Memory(Copies):
         super().__init__(
             Parts([buffers]), world=seen, fingerprint=fingerprint, mark=f"{attempt}", memory_left=memory.left
         )
-        self._every = 0
-        """Number of updates between two copies, as rank 0 has asked for it."""
         self._ends = collections.deque[tuple[float, int]](maxlen=_MEASURED)
         """When updates ended: a time and the number of updates."""
         self._asked = -math.inf
 
-    def wish(self, updates: int) -> int:
-        """Return the number of updates between two copies on which rank 0 wants to agree; 0: none, or the present one.
+    def wish(self, updates: int, every: int) -> int:
+        """Return the number of updates between two copies on which rank 0 wants to agree; 0: the present one.
 
         Args:
             updates: the updates so far, at this border.
+            every: the present number; 0: none yet.
         """
         now = time.monotonic()
         if not self._ends or updates > self._ends[-1][1]:
@@ -77,9 +76,9 @@ class Memory(Copies):
         pace = max((last - first) / (high - low), 1e-6)
         # on a GPU a copy is sealed at the border after it
         wanted = max(2 if self._world.device.type == "cuda" else 1, math.ceil(self.cost / SHARE / pace))
-        if self._every / _CHANGES <= wanted <= self._every * _CHANGES:
+        if every / _CHANGES <= wanted <= every * _CHANGES:
             return 0
-        self._asked, self._every = now, wanted
+        self._asked = now
         return wanted
 
     def after_border(self, updates: int, is_due: bool) -> None:

@@ -78,7 +78,8 @@ class Place:
         self.local_rank, self.local_size = rank_env.local_rank, rank_env.local_size
         self._save_every, self._save_seconds = save_every or 0, 60 * (save_minutes or 0.0)
         self._saved, self._saved_at = 0, time.monotonic()
-        self._copy_every = self._copied = 0
+        self.copy_every = self._copied = 0
+        """Number of updates between two copies in memory, on which the ranks have agreed; 0: none yet."""
         self.snapshot_memory = ""
         """Address of the memory for snapshots; '': none."""
         self._lines: Lines | None = None
@@ -237,14 +238,14 @@ class Place:
         wants = STOP if self.stop.asked else SAVE if self._is_time() else f"{COPY} {copy_every}" if copy_every else ""
         agreed, _, number = self._agreement.due(updates, wants).partition(" ")
         if agreed == COPY:
-            self._copy_every, self._copied = int(number), updates
+            self.copy_every, self._copied = int(number), updates
         self._is_stopping |= agreed == STOP
         self._is_due |= agreed == SAVE
         if self._save_every and updates // self._save_every > self._saved // self._save_every:
             self._is_due = True
         if self._is_stopping or self._is_due:
             return STOP if self._is_stopping else SAVE
-        if not self._copy_every or updates // self._copy_every == self._copied // self._copy_every:
+        if not self.copy_every or updates // self.copy_every == self._copied // self.copy_every:
             return ""
         self._copied = updates
         return COPY

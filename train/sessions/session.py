@@ -314,7 +314,7 @@ class Session:
         if not self._state.is_clean:
             return
         self._clean_at = self._at
-        due = self._place.due(self._state.updates, self._state.copy_wish())
+        due = self._place.due(self._state.updates, self._state.copy_wish(self._place.copy_every))
         if due in (SAVE, STOP) or self._wants_save:
             self._save(is_last=due == STOP)
         else:
@@ -338,7 +338,8 @@ class Session:
                 raise TrainingFailed(f"the lines of the last steps could not be written: {problem}")
             log.warning("warning: no checkpoint, because metrics.jsonl could not be written (%s)", problem)
         else:
-            if state.save(self._now(), is_last=is_last, write=self._write):
+            now = self._now()
+            if state.save(now.position, now.values, now.metrics_bytes, is_last=is_last, write=self._write):
                 self._saved_at = self._at
         place.saved(state.updates)  # tried again when the next one is due
         place.beat(heartbeat.TRAINING, state.updates)

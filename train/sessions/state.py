@@ -225,7 +225,10 @@ class State:
 
     # --- saving
 
-    def save(self, now: Now, *, is_last: bool = False, write: Callable[[Path], None] | None = None) -> bool:
+    def save(
+        self, position: Position, values: dict[str, Any], metrics_bytes: int, *, is_last: bool = False,
+        write: Callable[[Path], None] | None = None,
+    ) -> bool:  # fmt: skip
         """Save a checkpoint, or start to. Returns whether there is or will be one; a warning says why not. Before the
         first update there is nothing to save.
 
@@ -240,21 +243,21 @@ class State:
             TrainingFailed: a value cannot be saved, or this was the last chance.
         """
         self.wait()
-        if not now.position.updates:
+        if not position.updates:
             return False
-        self._place.beat(heartbeat.SAVING, now.position.updates)
+        self._place.beat(heartbeat.SAVING, position.updates)
         if self._committer is None:
             self._committer = Committer(
                 self._place.run, self._world.with_own_group(_PATIENCE), kept=self._kept, attempt=self._place.attempt,
                 saved=self._note_saved,
             )  # fmt: skip
-        own, size, facts = self._content(now, is_library=write is not None)
+        own, size, facts = self._content(Now(position, values, metrics_bytes), is_library=write is not None)
         is_behind = write is None and not is_last and self._has_room(own)
         if is_behind:
             self._staging = self._staging or Staging()
             own = self._staging.copy(own)
             faults.here("save.staged")
-        content, step = Content(size, lambda partial: self._write(partial, own, write), facts), now.position.updates
+        content, step = Content(size, lambda partial: self._write(partial, own, write), facts), position.updates
         if is_behind:
             self._busy = self._pool.submit(self._committer.commit, step, lambda: content)
             return True
@@ -263,7 +266,7 @@ class State:
         except CannotSave as error:
             if is_last and (older := self._committer.make_room(error)):
                 log.warning("warning: %s; the checkpoint of step %d was removed for the last one", error, older)
-                return self.save(now, is_last=True, write=write)
+                return self.save(position, values, metrics_bytes, is_last=True, write=write)
             if is_last:
                 raise TrainingFailed(f"the checkpoint of step {step} could not be saved: {error}") from error
             self._say_not_saved(error)
@@ -384,9 +387,10 @@ class State:
 
     # --- snapshots in memory
 
-    def copy_wish(self) -> int:
-        """Return after how many updates this rank wants copies, if the ranks should agree on that now; else 0."""
-        return self._memory.wish(self.updates) if self._memory is not None and self._place.rank == 0 else 0
+    def copy_wish(self, every: int) -> int:
+        """Return the number of updates between two copies that this rank wants, if the ranks should agree on another
+        than the present one; else 0."""
+        return self._memory.wish(self.updates, every) if self._memory is not None and self._place.rank == 0 else 0
 
     def copy(self, now: Callable[[], Now], is_due: bool) -> None:
         """Copy the state into memory, if that is due. Called at each border where no gradient is pending."""

@@ -28,6 +28,9 @@ class Where:
     size: int = 1
     local_rank: int = 0
     attempt: int = 1
+    local_size: int = 1
+    snapshot_memory: str = ""
+    is_written: bool = True
 
     def beat(self, phase: int, step: int) -> None:
         """No agent watches."""
@@ -39,7 +42,12 @@ class Where:
 
 def where(folder: Path, rank: int = 0, size: int = 1) -> Where:
     folder.mkdir(exist_ok=True)
-    return Where(Run(folder), rank, size, rank)
+    return Where(Run(folder), rank, size, rank, local_size=size)
+
+
+def saved(state: State, position: Position, values: dict[str, Any], metrics_bytes: int = 0) -> bool:
+    """Save, and wait until the checkpoint is on the disk."""
+    return state.save(position, values, metrics_bytes) and state.wait()
 
 
 def ranks(size: int, body: Callable[..., Any], *arguments: Any) -> list[Any]:
@@ -89,5 +97,5 @@ def loop(state: State, step: Callable[[int], Any], steps: int, *, every: int, ki
             os.kill(os.getpid(), signal.SIGKILL)
         at = Position(0, number + 1, state.updates)
         if state.is_clean and state.updates and state.updates % every == 0:
-            assert state.save(at, {"rank": state._place.rank, "at": number}, 0)
+            assert saved(state, at, {"rank": state._place.rank, "at": number})
         yield at
