@@ -7,6 +7,7 @@ collectives have a group of their own.
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import dataclasses
 import datetime
 import json
@@ -22,7 +23,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 
-from .. import faults
+from .. import faults, screen
 from ..checkpoint import manifest as manifests
 from ..checkpoint.buffers import Buffers
 from ..checkpoint.commit import CannotSave, Committer, Content
@@ -422,8 +423,12 @@ class State:
         self._take_apart(parts, {})
         device = next((tensor.device for tensor in parts.tensors.values() if tensor.is_cuda), _CPU)
         self._memory = Memory(buffers, world=world, fingerprint=fingerprint, attempt=place.attempt, device=device)
-        say = log.info if place.rank == 0 else log.debug
-        self._memory.attach(self, lambda: place.is_written, say)
+        self._memory.attach(self, lambda: place.is_written, self._say)
+
+    def _say(self, line: str) -> None:
+        if self._place.rank == 0:
+            with contextlib.suppress(OSError):
+                screen.remark(line)
 
     # --- loading
 
