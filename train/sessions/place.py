@@ -318,7 +318,7 @@ class Place:
     def _stopped_at_newest(self, step: int, why: str) -> None:
         self.end(Kind.STOPPED, step=step, reason=self.stop.reason or "another rank was asked to")
         with contextlib.suppress(OSError):
-            screen.remark(f"{why}; continue with: train resume {self.run.name}")
+            screen.remark(why + (f"; continue with: train resume {self.run.name}" if step else ""))
 
     def _why_left(self) -> str:
         """Return why another rank has stopped without this one; '' if none has."""
