@@ -198,7 +198,7 @@ def test_workers_are_not_forked_beside_a_thread_of_the_script() -> None:
 @pytest.mark.parametrize("options", [{}, {"persistent_workers": True}, {"pin_memory": True}], ids=str)
 def test_a_batch_that_cannot_be_handed_over_ends_the_run_in_a_line(options: dict[str, Any]) -> None:
     began = time.monotonic()
-    with pytest.raises(TrainingFailed, match="local object.* must be picklable, or use num_workers=0$"):
+    with pytest.raises(TrainingFailed, match=r"local object.* must be picklable, or use num_workers=0$"):
         [*loader(Noisy(), num_workers=1, collate_fn=lambda _: lambda: 1, **options)]
     assert time.monotonic() - began < 10
 
