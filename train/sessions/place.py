@@ -41,8 +41,8 @@ _MEETING = datetime.timedelta(seconds=300)
 """How long a rank tries to reach the store."""
 _PATIENCE = datetime.timedelta(hours=2)
 """How long ranks wait for one that makes a folder or verifies a checkpoint."""
-_LEFT = "left"
-"""Key in the store: why a rank has stopped without the others."""
+_ASKED, _LEFT = "asked", "left"
+"""Keys in the store: a rank was asked to stop; why one has stopped without the others."""
 _LAST_WAIT = datetime.timedelta(seconds=60)
 """How long a rank that has stopped waits until rank 0 has recorded it."""
 _NOTICED = 60.0
@@ -170,6 +170,8 @@ class Place:
         """
         _check_group(self.size)
         self._has_begun, self._saved, self._saved_at = True, from_step, time.monotonic()
+        if self.size > 1:
+            self.stop.wait.listen(lambda: self._is_told(_ASKED), lambda: self._tell(_ASKED, "1"))
         if self.is_first:
             with contextlib.suppress(FileNotFoundError):
                 if self.run.metrics.stat().st_size > metrics_bytes:
@@ -322,10 +324,12 @@ class Place:
 
     def _why_left(self) -> str:
         """Return why another rank has stopped without this one; '' if none has."""
+        return str(self._store.get(_LEFT).decode()) if self._is_open and self._is_told(_LEFT) else ""
+
+    def _is_told(self, key: str) -> bool:
         with contextlib.suppress(RuntimeError):  # the store is gone
-            if self._is_open and self._store is not None and self._store.check([_LEFT]):
-                return str(self._store.get(_LEFT).decode())
-        return ""
+            return self._store is not None and bool(self._store.check([key]))
+        return False
 
     @property
     def _stop_code(self) -> int:

@@ -7,6 +7,7 @@ and sends this process a signal, whose handler raises `Stuck` in place of the ba
 from __future__ import annotations
 
 import _thread
+import contextlib
 import signal
 import threading
 import time
@@ -18,7 +19,7 @@ _WHERE_SAVED = 1.0
 """The same, where this process can save in place of the batch. Most batches come sooner."""
 _LOOK_EVERY = 0.1
 _AGAIN = 1.0
-"""Seconds until the next try: code of the user may catch what is raised."""
+"""Seconds between two looks before a request, and until the next try: code of the user may catch what is raised."""
 
 
 class Stuck(BaseException):
@@ -34,13 +35,25 @@ class Wait:
         self.can_save: Callable[[], bool] = lambda: False
         """Whether this process can save in place of the batch."""
         self._asked_at = 0.0
-        self._is_over = False
+        self._hears: Callable[[], bool] = lambda: False
+        self._tell: Callable[[], None] = lambda: None
+        self._is_watched = self._is_over = False
         """Whether the signal that ends the wait is on its way."""
 
     def stop_soon(self) -> None:
         """Let no batch be waited for much longer. Any thread calls this, and a signal handler."""
         if not self._asked_at:
             self._asked_at = time.monotonic()
+            self._begin()
+
+    def listen(self, hears: Callable[[], bool], tell: Callable[[], None]) -> None:
+        """Let this rank tell the others of a request, and hear of theirs: not every rank gets each signal."""
+        self._hears, self._tell = hears, tell
+        self._begin()
+
+    def _begin(self) -> None:
+        if not self._is_watched:
+            self._is_watched = True
             _thread.start_new_thread(self._watch, ())  # threading has locks, which a handler could wait for forever
 
     def is_ended_by(self, number: int) -> bool:
@@ -57,11 +70,19 @@ class Wait:
         return True
 
     def _watch(self) -> None:
-        main = threading.main_thread()
+        main, has_told = threading.main_thread(), False
         while main.is_alive():
-            time.sleep(_LOOK_EVERY)
-            since, most = self.since, _WHERE_SAVED if self.can_save() else PATIENCE
-            if since and time.monotonic() - max(since, self._asked_at) > most:
+            time.sleep(_LOOK_EVERY if self._asked_at else _AGAIN)
+            since, now = self.since, time.monotonic()
+            if not self._asked_at and since and now - since > PATIENCE and self._hears():
+                self._asked_at = since
+            if not self._asked_at:
+                continue
+            if not has_told:
+                with contextlib.suppress(RuntimeError):  # of a store that is gone
+                    self._tell()
+                has_told = True
+            if since and now - max(since, self._asked_at) > (_WHERE_SAVED if self.can_save() else PATIENCE):
                 self._is_over = True
                 signal.pthread_kill(main.ident or 0, signal.SIGTERM)
                 time.sleep(_AGAIN)
