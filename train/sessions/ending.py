@@ -22,6 +22,7 @@ from typing import Any, NoReturn
 from .. import screen
 from ..errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_REFUSED, Refused, TrainingFailed
 from ..signals import StopRequest, leave
+from .waiting import Wait
 
 _NUMBERS = (signal.SIGTERM, signal.SIGINT)
 _LOOK_EVERY = 0.1
@@ -36,6 +37,7 @@ class Signals(StopRequest):
     """
 
     def __init__(self) -> None:
+        self.wait = Wait()
         self._others: dict[int, Any] = {}
         self._is_inside = False
         self._look_at = 0.0
@@ -45,8 +47,8 @@ class Signals(StopRequest):
         for number in numbers:
             self._others[number] = signal.getsignal(number)
         self._first = dict(self._others)
-        super().__init__(numbers)
         self._pid, self._set = os.getpid(), signal.signal
+        super().__init__(numbers)
         signal.signal = self._set_other  # at once: until the next look a request to stop would be lost
 
     def _set_other(self, signalnum: int, handler: Any) -> Any:
@@ -63,8 +65,16 @@ class Signals(StopRequest):
         elif self._calls_later:
             self._others[number] = handler
 
+    def ask(self, by: str, reason: str, now: bool = False) -> None:
+        """Request a stop, also of a wait for a batch."""
+        super().ask(by, reason, now)
+        if os.getpid() == self._pid:
+            self.wait.stop_soon()
+
     def note(self, number: int, frame: object) -> None:
         """Handle a signal."""
+        if self.wait.is_ended_by(number):
+            return
         if self._is_inside:  # the script's handler calls the one from before it: this one
             return
         self._is_inside = True
@@ -163,7 +173,7 @@ class Ending:
             self._before(kind, error, trace)
         code = EXIT_REFUSED if self._report(error) else code
         if not (sys.flags.interactive or sys.flags.inspect):
-            _leave(code)  # else Python would end with code 1, and wait for ranks that are gone
+            leave_with(code)  # else Python would end with code 1, and wait for ranks that are gone
 
     def _report(self, error: BaseException) -> bool:
         try:
@@ -189,10 +199,10 @@ class Ending:
             self._report(error)
             code = EXIT_REFUSED if isinstance(error, Refused) else EXIT_FAILED
         if code is not None:
-            _leave(code)
+            leave_with(code)
 
 
-def _leave(code: int) -> NoReturn:
+def leave_with(code: int) -> NoReturn:
     """End this process with a code of our own, after the exit functions of the script and its libraries."""
     atexit._run_exitfuncs()
     leave(code)

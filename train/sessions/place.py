@@ -29,9 +29,9 @@ from ..run.metrics import Lines, metrics_text
 from ..run.outcome import Kind, Outcome
 from ..run.run_folder import Run
 from ..signals import CTRL_C
-from . import own_run
+from . import own_run, waiting
 from .agreement import Agreement
-from .ending import Ending, Signals
+from .ending import Ending, Signals, leave_with
 from .own_run import OwnRun
 
 log = logging.getLogger("train")
@@ -42,6 +42,8 @@ _MEETING = datetime.timedelta(seconds=300)
 """How long a rank tries to reach the store."""
 _PATIENCE = datetime.timedelta(hours=2)
 """How long ranks wait for one that makes a folder or verifies a checkpoint."""
+_ASKED, _LEFT = "asked", "left"
+"""Keys in the store: a rank was asked to stop; why one has stopped without the others."""
 _LAST_WAIT = datetime.timedelta(seconds=60)
 """How long a rank that has stopped waits until rank 0 has recorded it."""
 _SETTLE = 10.0
@@ -178,6 +180,8 @@ class Place:
         _check_group(self.size)
         self._has_begun, self._saved, self._saved_at = True, from_step, time.monotonic()
         self._copied = from_step
+        if self.size > 1:
+            self.stop.wait.listen(lambda: self._is_told(_ASKED), lambda: self._tell(_ASKED, "1"))
         if self.is_first:
             with contextlib.suppress(FileNotFoundError):
                 if self.run.metrics.stat().st_size > metrics_bytes:
@@ -328,6 +332,33 @@ class Place:
                 self._store.wait(["stopped"], _LAST_WAIT)
         raise SystemExit(self._stop_code)
 
+    def stop_without_a_batch(self) -> NoReturn:
+        """End this process as stopped at the newest checkpoint, because a batch does not come. Ranks that wait for this
+        one learn why it is gone."""
+        step = self.run.newest_checkpoint
+        at = f"at the checkpoint of step {step}" if step else "before the first checkpoint"
+        why = f"stopped {at}, because rank {self.rank} has waited {waiting.PATIENCE:.0f} s for a batch"
+        self._tell(_LEFT, why)
+        self._stopped_at_newest(step, why)
+        if self.size == 1:
+            raise SystemExit(self._stop_code)
+        self._exited()
+        leave_with(self._stop_code)  # `finally` of the script may wait for the other ranks
+
+    def _stopped_at_newest(self, step: int, why: str) -> None:
+        self.end(Kind.STOPPED, step=step, reason=self.stop.reason or "another rank was asked to")
+        with contextlib.suppress(OSError):
+            screen.remark(why + (f"; continue with: train resume {self.run.name}" if step else ""))
+
+    def _why_left(self) -> str:
+        """Return why another rank has stopped without this one; '' if none has."""
+        return str(self._store.get(_LEFT).decode()) if self._is_open and self._is_told(_LEFT) else ""
+
+    def _is_told(self, key: str) -> bool:
+        with contextlib.suppress(RuntimeError):  # the store is gone
+            return self._store is not None and bool(self._store.check([key]))
+        return False
+
     @property
     def _stop_code(self) -> int:
         is_restarted = not _is_launched() and own_run.is_of_torchrun()
@@ -340,6 +371,10 @@ class Place:
         if self._ended is None or self._ended.kind is not Kind.STOPPED:  # else the checkpoint is saved: it stays so
             if isinstance(error, KeyboardInterrupt) and self._own is not None:
                 self.stop.ask(CTRL_C, "Ctrl-C twice", now=True)
+            elif why := self._why_left():  # so this rank could not reach it
+                self._stopped_at_newest(self.run.newest_checkpoint, why)
+                self._exited()
+                leave_with(self._stop_code)
             else:
                 self._report(self._outcome_of(error))
         if self._own is not None:

@@ -20,7 +20,7 @@ import itertools
 import logging
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import numpy.typing as npt
@@ -40,6 +40,7 @@ from .state import Now, Position, State
 log = logging.getLogger("train")
 
 _EPOCHS, _RANGE = "session.epochs()", "session.range()"
+_PEEK = "and to look at a sample write loader.dataset[0], or read a plain DataLoader"
 _FACTS = "session.loader"
 """Key, beside the user's values, for what a checkpoint says of the loader."""
 _OF_LINES = ("step", "epoch", "total_steps")
@@ -115,7 +116,7 @@ class Session:
         Args:
             dataset: a map-style data set.
             batch_size: samples of a *global* batch. Each rank gets `batch_size / world_size` of them.
-            options: those of DataLoader, and `device`, to which batches are moved.
+            options: those of DataLoader; `device`, to which batches are moved; and `weights`, see Loader.
 
         Raises:
             Refused: an option contradicts an exact order, or the ranks cannot share a batch equally.
@@ -124,8 +125,12 @@ class Session:
             raise Refused("a session has one loader, for training; read evaluation data with a DataLoader")
         place = self._place
         self._loader = Loader(
-            self, dataset, batch_size=batch_size, seed=self._seed, rank=place.rank, size=place.size, **options
-        )
+            self, dataset, batch_size=batch_size, seed=self._seed, rank=place.rank, size=place.size,
+            wait=place.stop.wait, **options,
+        )  # fmt: skip
+        place.stop.wait.can_save = self._can_save_in_wait
+        if problem := self._loader.problem():
+            place.not_exact(f"{type(dataset).__name__}: {problem}")
         return self._loader
 
     def register(self, **objects: Any) -> None:
@@ -273,15 +278,35 @@ class Session:
     def _begin_pass(self, epoch: int, batch: int) -> None:
         """A pass over the loader begins with this batch of this epoch."""
         if self._driver == _EPOCHS:
-            if epoch != self._at.epoch:
-                raise Refused(f"the loader is set to epoch {epoch} in epoch {self._at.epoch}; leave out set_epoch()")
+            if epoch != self._at.epoch:  # by load_state_dict()
+                raise Refused(f"the loader is set to epoch {epoch} in epoch {self._at.epoch}; leave that out")
             if self._passes:
-                raise Refused("the loader was iterated twice in one epoch; session.epochs() counts one pass as one")
+                raise Refused(f"the loader was iterated twice in one epoch; count it as one more epoch, {_PEEK}")
         elif self._driver in ("", _RANGE):
-            raise Refused("iterate over the loader inside: for epoch in session.epochs(…)")
+            raise Refused(f"iterate over the loader inside: for epoch in session.epochs(…); {_PEEK}")
         self._passes, self._first = self._passes + 1, batch
         if self._log_samples:
             self._open_samples(epoch, batch)
+
+    def _check_epoch(self, epoch: int) -> None:
+        """The script sets the epoch of the loader."""
+        if self._driver == _EPOCHS and epoch != self._at.epoch:
+            raise Refused(
+                f"set_epoch({epoch}) in epoch {self._at.epoch}: write set_epoch(epoch), with the number that "
+                "session.epochs() gives, or leave it out"
+            )
+
+    def _can_save_in_wait(self) -> bool:
+        """Whether the state is that of the last border, while a batch is waited for, and this process saves alone."""
+        return self._place.size == 1 and self._driver == _EPOCHS and self._state.is_clean
+
+    def _stop_in_wait(self) -> NoReturn:
+        """Stop in place of a batch that does not come."""
+        if self._can_save_in_wait():
+            if self._at != self._saved_at:
+                self._save(is_last=True)
+            self._place.stop_here(step=self._state.updates, epoch=self._at.epoch + 1)
+        self._place.stop_without_a_batch()
 
     def _begin_step(self, step: int) -> None:
         """Seed the body of a batch, counted over all epochs from 0, once the batch is fetched."""
