@@ -41,10 +41,10 @@ _NOT_TAKEN = {
 class Listener(Protocol):
     """What a loader tells its session. A pass is one iteration over the loader."""
 
-    def _begin_pass(self, epoch: int, batch: int) -> None: ...
-    def _begin_step(self, step: int) -> None: ...
-    def _border(self, batch: int) -> None: ...
-    def _end_pass(self, epoch: int) -> None: ...
+    def begin_pass(self, epoch: int, batch: int) -> None: ...
+    def before_batch(self, step: int) -> None: ...
+    def after_batch(self, batch: int) -> None: ...
+    def end_pass(self, epoch: int) -> None: ...
 
 
 class Loader:
@@ -142,19 +142,19 @@ class Loader:
 
     def __iter__(self) -> Iterator[Any]:
         epoch, first, session = self._epoch, self._batch, self._session
-        session._begin_pass(epoch, first)
+        session.begin_pass(epoch, first)
         step = epoch * len(self) + first
         for fetched in self._fetched(epoch, first):
             batch = fetched if self._device is None else to_device(fetched, self._device)
             self._batch += 1
             if self.note is not None:
                 self.note(step, self._asked.popleft().indices)
-            session._begin_step(step)
+            session.before_batch(step)
             step += 1
             yield batch
-            session._border(self._batch)
+            session.after_batch(self._batch)
         self._epoch, self._batch = epoch + 1, 0
-        session._end_pass(epoch)
+        session.end_pass(epoch)
 
     def _micro_batches(self, epoch: int, first: int) -> Iterator[MicroBatch]:
         """Yield this rank's part of each batch of an epoch, from batch `first` on."""
