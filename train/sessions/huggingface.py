@@ -16,7 +16,7 @@ import transformers.trainer as of_transformers
 from transformers import Trainer, TrainerCallback
 from transformers.trainer_callback import ExportableState
 
-from ..errors import Refused
+from ..errors import Refused, TrainingFailed
 from .library import Library, Session
 from .loader import Loader
 
@@ -47,6 +47,8 @@ def attach(session: Session, trainer: Any) -> None:
     _let_skip()
     # first, so that on_step_begin() of the others follows the border
     trainer.callback_handler.callbacks.insert(0, _Hooks(session, trainer, loader))
+    if session.library_folder is not None:
+        trainer.args.eval_on_start = False  # a resume is no start, and the line is in metrics.jsonl
 
 
 def _check(trainer: Any) -> None:
@@ -161,6 +163,13 @@ class _Hooks(Library, TrainerCallback):
         self._is_border, each = True, args.gradient_accumulation_steps
         epoch, update = divmod(state.global_step - 1, -(-len(self._loader) // each))
         self.session.batch_done(epoch, min((update + 1) * each, len(self._loader)))
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if control.should_epoch_stop:
+            raise TrainingFailed(
+                "a callback ended an epoch early, and the Trainer resumes by counting whole epochs; set "
+                "control.should_training_stop instead of should_epoch_stop"
+            )
 
     def on_prediction_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self.session.evaluating()
