@@ -54,12 +54,12 @@ _END = object()
 class Listener(Protocol):
     """What a loader tells its session. A pass is one iteration over the loader."""
 
-    def _begin_pass(self, epoch: int, batch: int) -> None: ...
-    def _check_epoch(self, epoch: int) -> None: ...
-    def _begin_step(self, step: int) -> None: ...
-    def _border(self, batch: int) -> None: ...
-    def _end_pass(self, epoch: int) -> None: ...
-    def _stop_in_wait(self) -> NoReturn: ...
+    def begin_pass(self, epoch: int, batch: int) -> None: ...
+    def check_epoch(self, epoch: int) -> None: ...
+    def before_batch(self, step: int) -> None: ...
+    def after_batch(self, batch: int) -> None: ...
+    def end_pass(self, epoch: int) -> None: ...
+    def stop_in_wait(self) -> NoReturn: ...
 
 
 class Loader:
@@ -144,7 +144,7 @@ class Loader:
         Raises:
             Refused: it is another one than that of session.epochs().
         """
-        self._session._check_epoch(epoch)
+        self._session.check_epoch(epoch)
         if epoch != self._epoch:
             self.go_to(epoch, 0)
 
@@ -171,7 +171,7 @@ class Loader:
 
     def __iter__(self) -> Iterator[Any]:
         epoch, first, session = self._epoch, self._batch, self._session
-        session._begin_pass(epoch, first)
+        session.begin_pass(epoch, first)
         step = epoch * len(self) + first
         batches = self._fetched(epoch, first)
         while (fetched := self._next(batches)) is not _END:
@@ -179,12 +179,12 @@ class Loader:
             self._batch += 1
             if self.note is not None:
                 self.note(step, self._asked.popleft().indices)
-            session._begin_step(step)
+            session.before_batch(step)
             step += 1
             yield batch
-            session._border(self._batch)
+            session.after_batch(self._batch)
         self._epoch, self._batch = epoch + 1, 0
-        session._end_pass(epoch)
+        session.end_pass(epoch)
 
     def _next(self, batches: Iterator[Any]) -> Any:
         """Return the next batch, or _END. Does not wait for it forever once the run is asked to stop."""
@@ -196,7 +196,7 @@ class Loader:
             finally:
                 wait.since = 0.0
         except Stuck:
-            self._session._stop_in_wait()
+            self._session.stop_in_wait()
 
     def problem(self) -> str:
         """Return why random generators that the data set keeps are not all seeded; '' if they are."""

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -91,6 +91,8 @@ class Session:
         """What the checkpoint that was loaded says of the loader."""
         self._library: Path | None = None
         self._write: Callable[[Path], None] | None = None
+        self._before_fetch: Callable[[], None] = lambda: None
+        """What a library's binding does between two batches."""
         self._is_registered = self._is_complete = self._is_over = self._wants_save = False
         self._driver = self._loop = ""
         """What gives out the steps now, and what has before: session.epochs(), session.range() or a library's name."""
@@ -146,18 +148,6 @@ class Session:
         """
         self._state.register(**objects)
         self._own = owned(*objects.values())
-        self._continue()
-
-    def _hand_to(self, library: str, write: Callable[[Path], None]) -> None:
-        """Let a library give out the steps.
-
-        Args:
-            write: writes the library's own checkpoint into a folder.
-        """
-        if self._is_registered:
-            raise Refused(f"{library} saves its own objects; leave out session.register")
-        self._driver = self._loop = library
-        self._write = write
         self._continue()
 
     def lightning(self) -> Any:
@@ -219,7 +209,7 @@ class Session:
                 if not self._passes:  # a loop without a loader
                     self._state.border()
                 self._at = Position(epoch + 1, 0, self._state.updates)
-                self._pause()
+                self.pause_if_due()
             self._end_loop()
         finally:
             self._driver = ""
@@ -230,9 +220,9 @@ class Session:
         self._begin_loop(_RANGE, count)
         try:
             for step in range(self._at.batch, count):
-                self._begin_step(step)
+                self.before_batch(step)
                 yield step
-                self._border(step + 1)
+                self.after_batch(step + 1)
             self._end_loop()
         finally:
             self._driver = ""
@@ -273,9 +263,9 @@ class Session:
             self._digest = self._state.digest()
         self._place.beat(heartbeat.EVALUATING, self._state.updates)
 
-    # --- for the loader and the bindings of libraries
+    # --- for the loader, and for authors of bindings: library.py says in which order they call what
 
-    def _begin_pass(self, epoch: int, batch: int) -> None:
+    def begin_pass(self, epoch: int, batch: int) -> None:
         """A pass over the loader begins with this batch of this epoch."""
         if self._driver == _EPOCHS:
             if epoch != self._at.epoch:  # by load_state_dict()
@@ -285,10 +275,10 @@ class Session:
         elif self._driver in ("", _RANGE):
             raise Refused(f"iterate over the loader inside: for epoch in session.epochs(…); {_PEEK}")
         self._passes, self._first = self._passes + 1, batch
-        if self._log_samples:
+        if self._log_samples and self._driver == _EPOCHS:
             self._open_samples(epoch, batch)
 
-    def _check_epoch(self, epoch: int) -> None:
+    def check_epoch(self, epoch: int) -> None:
         """The script sets the epoch of the loader."""
         if self._driver == _EPOCHS and epoch != self._at.epoch:
             raise Refused(
@@ -300,21 +290,23 @@ class Session:
         """Whether the state is that of the last border, while a batch is waited for, and this process saves alone."""
         return self._place.size == 1 and self._driver == _EPOCHS and self._state.is_clean
 
-    def _stop_in_wait(self) -> NoReturn:
+    def stop_in_wait(self) -> NoReturn:
         """Stop in place of a batch that does not come."""
         if self._can_save_in_wait():
+            self._wait_for_save()
             if self._at != self._saved_at:
                 self._save(is_last=True)
             self._place.stop_here(step=self._state.updates, epoch=self._at.epoch + 1)
         self._place.stop_without_a_batch()
 
-    def _begin_step(self, step: int) -> None:
+    def before_batch(self, step: int) -> None:
         """Seed the body of a batch, counted over all epochs from 0, once the batch is fetched."""
         seeds.before_step(self._seed, step, self._place.rank, self._own)
 
-    def _border(self, batch: int) -> None:
+    def after_batch(self, batch: int) -> None:
         """The body of a batch is over, and so many batches of this epoch are done."""
-        if self._driver not in (_EPOCHS, _RANGE):  # a library calls its binding instead
+        if self._driver not in (_EPOCHS, _RANGE):
+            self._before_fetch()
             return
         state = self._state
         state.border()
@@ -322,9 +314,9 @@ class Session:
         self._at = Position(self._at.epoch, batch, updates)
         self._place.beat(heartbeat.TRAINING, updates)
         faults.here("step")
-        self._pause()
+        self.pause_if_due()
 
-    def _end_pass(self, epoch: int) -> None:
+    def end_pass(self, epoch: int) -> None:
         """All batches of an epoch are done. Its end work follows, and draws the same after a resume."""
         if self._driver == _EPOCHS and self._first and not self._state.is_clean:
             log.warning(
@@ -334,8 +326,106 @@ class Session:
         self._place.beat(heartbeat.EVALUATING, self._state.updates)
         seeds.after_pass(self._seed, epoch, self._place.rank, self._own)
 
-    def _pause(self) -> None:
-        """Save or stop here if that is due and no gradient is pending."""
+    def hand_over(
+        self, library: str, *, write: Callable[[Path], None], before_fetch: Callable[[], None] = lambda: None
+    ) -> None:
+        """Let a library give out the steps, and read where the newest checkpoint was taken.
+
+        Args:
+            library: its name, for messages.
+            write: writes the library's own checkpoint into a folder. All ranks call it.
+            before_fetch: called between two batches of a pass, before the second one is fetched.
+
+        Raises:
+            Refused: something is registered.
+        """
+        if self._is_registered:
+            raise Refused(f"{library} saves its own objects; leave out session.register")
+        self._driver = self._loop = library
+        self._write, self._before_fetch = write, before_fetch
+        self._continue()
+
+    def adopt(self, model: Any, optimizers: list[Any], scaler: Any = None) -> None:
+        """Lay out the buckets of this model's DDP, take its digest at the end, and count the optimizers' updates."""
+        self._state.register(model=model)
+        self._state.follow(optimizers, scaler)
+
+    def begin_training(self) -> None:
+        """Let the loader begin at `position`, whatever was read from it before: a peek, a search for a rate."""
+        if self._loader is not None:
+            self._loader.go_to(self._at.epoch, self._at.batch)
+            if self._log_samples:
+                self._open_samples(self._at.epoch, self._at.batch)
+
+    def claim_signals(self) -> None:
+        """Take the signals back from a library that has set handlers."""
+        self._place.claim_signals()
+
+    @property
+    def rank(self) -> int:
+        return self._place.rank
+
+    @property
+    def ranks(self) -> int:
+        """Number of ranks."""
+        return self._place.size
+
+    @property
+    def position(self) -> Position:
+        """Where the loop stands: at the newest checkpoint at first, then where `batch_done` says."""
+        return self._at
+
+    @property
+    def updates(self) -> int:
+        """Number of updates of the optimizer so far."""
+        return self._state.updates
+
+    @property
+    def is_clean(self) -> bool:
+        """Whether no gradient is pending."""
+        return self._state.is_clean
+
+    @property
+    def library_folder(self) -> Path | None:
+        """The folder of the newest checkpoint that `write` has filled; None: the run has no checkpoint."""
+        return self._library
+
+    def owns(self, loader: Any) -> bool:
+        """Return whether this is the session's loader."""
+        return loader is not None and loader is self._loader
+
+    def batch_done(self, epoch: int, batch: int) -> None:
+        """Note that so many batches of this epoch are done."""
+        self._state.border()
+        self._at = Position(epoch, batch, self._state.updates)
+        self._place.beat(heartbeat.TRAINING, self._state.updates)
+
+    def evaluating(self) -> None:
+        """Give a sign of life in an evaluation, which may take long."""
+        self._place.beat(heartbeat.EVALUATING, self._state.updates)
+
+    def add_line(self, figures: Mapping[str, Any], *, of: str = "", total_steps: int | None = None) -> None:
+        """Append a line with these figures to metrics.jsonl.
+
+        Args:
+            of: "eval" for figures of an evaluation.
+            total_steps: updates of the whole training, if known.
+        """
+        if not figures or not self._place.is_first:
+            return
+        numbers = {name: float(value) for name, value in figures.items()}
+        line = {"step": self._state.updates, "epoch": self._at.epoch + 1}
+        total = {"total_steps": total_steps} if total_steps and not of else {}
+        self._place.log(line | total | ({of: numbers} if of else numbers))
+
+    def trained(self) -> None:
+        """Save at the end of the training. What the script does after it belongs to no checkpoint."""
+        if self._at != self._saved_at:
+            self._save(is_last=True)
+        self._is_complete = True
+
+    def pause_if_due(self) -> None:
+        """Save or stop here if that is due and no gradient is pending. All ranks call it after the same batch."""
         if not self._state.is_clean:
             return
         self._clean_at = self._at

@@ -33,19 +33,19 @@ class Calls:
     def __init__(self) -> None:
         self.calls: list[tuple[Any, ...]] = []
 
-    def _begin_pass(self, epoch: int, batch: int) -> None:
+    def begin_pass(self, epoch: int, batch: int) -> None:
         self.calls.append(("pass", epoch, batch))
 
-    def _check_epoch(self, epoch: int) -> None:
+    def check_epoch(self, epoch: int) -> None:
         self.calls.append(("epoch", epoch))
 
-    def _begin_step(self, step: int) -> None:
+    def before_batch(self, step: int) -> None:
         self.calls.append(("step", step))
 
-    def _border(self, batch: int) -> None:
+    def after_batch(self, batch: int) -> None:
         self.calls.append(("border", batch))
 
-    def _end_pass(self, epoch: int) -> None:
+    def end_pass(self, epoch: int) -> None:
         self.calls.append(("end", epoch))
 
     def _stop_in_wait(self) -> NoReturn:
