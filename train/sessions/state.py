@@ -60,7 +60,7 @@ class Place(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Position:
-    """Where a loop stands: what comes next. A batch equal to the length of the loader: the work at the epoch's end."""
+    """Where a loop stands: what comes next."""
 
     epoch: int = 0
     batch: int = 0
