@@ -456,8 +456,8 @@ class Session:
 
     def _kept(self) -> dict[str, Any]:
         """Return the plain values for a checkpoint: the user's, and those of the session."""
-        facts = {_FACTS: self._loader.facts} if self._loader is not None else {}
-        return self.values | facts | {_MEANS: self._means.state()} | ({_LEFT: True} if self._has_left or self._was_left else {})
+        own = {_MEANS: self._means.state(), _LEFT: self._has_left or self._was_left}
+        return self.values | own | ({_FACTS: self._loader.facts} if self._loader is not None else {})
 
     # --- the samples of each batch
 
