@@ -226,7 +226,7 @@ def test_a_resume_never_enters_an_empty_inner_loop(
     for kill in kills:
         assert attempt(runs[1], report, batch_size, kill)[0] == KILLED
     assert attempt(runs[2], report, batch_size, (-1, -1), 1)[0] == EXIT_STOPPED
-    assert f"epoch 3, batch 0\n" in attempt(runs[2], report, batch_size)[1]
+    assert "epoch 3, batch 0\n" in attempt(runs[2], report, batch_size)[1]
     for run in runs[:2]:
         code, printed = attempt(run, report, batch_size)
         assert code == 0, printed
