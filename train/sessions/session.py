@@ -247,11 +247,9 @@ class Session:
         Args:
             count: number of epochs; None: without end.
         """
-        self._begin_loop(_EPOCHS, count)
-        if self._was_left:
-            count = 0
-        try:
-            for epoch in itertools.count(self._at.epoch) if count is None else range(self._at.epoch, count):
+        with self._looping(_EPOCHS, count):
+            numbers = itertools.count(self._at.epoch) if count is None else range(self._at.epoch, count)
+            for epoch in () if self._was_left else numbers:
                 self._passes, self._place.parting.at = 0, epoch + 1
                 if not self._at.batch:
                     self._means.clear()
@@ -264,31 +262,16 @@ class Session:
                     self._state.border()
                 self._at = Position(epoch + 1, 0, self._state.updates)
                 self._pause()
-            self._end_loop()
-        except GeneratorExit:
-            self._leave_loop()
-            raise
-        finally:
-            self._driver = ""
 
     def range(self, count: int) -> Iterator[int]:
         """Yield the numbers of steps, from 0, for a loop without a loader. After a resume they begin with the first
         one that the checkpoint lacks."""
-        self._begin_loop(_RANGE, count)
-        if self._was_left:
-            count = 0
-        try:
-            for step in range(self._at.batch, count):
+        with self._looping(_RANGE, count):
+            for step in () if self._was_left else range(self._at.batch, count):
                 self._place.parting.at = step + 1
                 self._begin_step(step)
                 yield step
                 self._border(step + 1)
-            self._end_loop()
-        except GeneratorExit:
-            self._leave_loop()
-            raise
-        finally:
-            self._driver = ""
 
     def batches(self, loader: Loader, steps: int) -> Iterator[Any]:
         """Yield this many batches, for a loop that counts steps: one epoch follows the other. After a resume they begin
@@ -299,11 +282,10 @@ class Session:
         """
         if loader is not self._loader:
             raise Refused(f"session.batches(…) reads session.loader(…), and was given a {type(loader).__name__}")
-        self._begin_loop(_BATCHES, steps)
-        if self._facts and self._facts != loader.facts:
-            raise Refused("the steps of session.batches() follow from the data and batch_size that the run began with")
-        done = steps if self._was_left else self._at.epoch * len(loader) + self._at.batch
-        try:
+        with self._looping(_BATCHES, steps):
+            if self._facts and self._facts != loader.facts:
+                raise Refused("other data or another batch_size: session.batches() goes on only with those of its run")
+            done = steps if self._was_left else self._at.epoch * len(loader) + self._at.batch
             while done < steps:
                 self._passes = 0
                 if not self._at.batch:
@@ -313,9 +295,16 @@ class Session:
                     done += 1
                     self._place.parting.at = done
                     yield batch
-                    if done == steps:  # the loader says so for all other batches
+                    if done == steps:  # the loader tells of all other batches
                         self._border(loader.start)
                         break
+
+    @contextlib.contextmanager
+    def _looping(self, loop: str, count: int | None) -> Iterator[None]:
+        """Context manager around what gives out the steps."""
+        self._begin_loop(loop, count)
+        try:
+            yield
             self._end_loop()
         except GeneratorExit:
             self._leave_loop()
