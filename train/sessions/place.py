@@ -21,7 +21,7 @@ from typing import Any, NoReturn
 
 from .. import faults, screen
 from ..checkpoint.buffers import ENVIRONMENT
-from ..errors import EXIT_STOPPED, Refused, TrainingFailed
+from ..errors import EXIT_FAILED, EXIT_REFUSED, EXIT_STOPPED, Refused, TrainingFailed
 from ..parallel.rank_env import RankEnv, is_under_torchrun, meeting_port, read_rank_env, store_port
 from ..run import durable, heartbeat, outcome
 from ..run.heartbeat import Heart
@@ -33,6 +33,7 @@ from . import own_run, waiting
 from .agreement import Agreement
 from .ending import Ending, Signals, leave_with
 from .own_run import OwnRun
+from .parting import Parting
 
 log = logging.getLogger("train")
 
@@ -66,7 +67,11 @@ class Place:
         self._is_spawned = _is_spawned()
         self._is_open = self._is_due = self._is_stopping = self._has_begun = False
         self.stop = Signals()
-        self._ending = Ending(failed=self._failed, exited=self._exited)  # first: it prints what refuses the rest
+        # first: it prints what refuses the rest
+        self._ending = Ending(failed=self._failed, exited=self._exited, own_code=lambda: self._own_code)
+        self.explain: Callable[[BaseException], str] = lambda error: ""
+        """Returns what an exception means in this session; ''."""
+        self.parting = Parting(None, rank=0, size=1, fail=self._give_up)
         try:
             self._find(save_every, save_minutes)
         except BaseException:
@@ -90,6 +95,7 @@ class Place:
         self._is_complete: Callable[[], bool] = lambda: True
         self._settle: Callable[[float], None] = lambda _: None
         self._store = _connect(rank_env)
+        self.parting = Parting(self._store, rank=self.rank, size=self.size, fail=self._give_up)
         if _is_launched():
             self.run, self.attempt = _launched_run(), int(os.environ["TRAIN_ATTEMPT"])
             self.snapshot_memory = os.environ.pop(ENVIRONMENT, "")
@@ -296,6 +302,7 @@ class Place:
         self._report(Outcome(rank=self.rank, kind=kind, step=step, reason=reason, figures=known | dict(figures or {})))
         if kind is Kind.FINISHED:
             self.stop.release()  # what the script does from now on is its own
+            self.parting.close()
         if self._lines is not None:
             self._lines.sync()
 
@@ -364,8 +371,19 @@ class Place:
         is_restarted = not _is_launched() and own_run.is_of_torchrun()
         return 0 if is_restarted else EXIT_STOPPED
 
+    @property
+    def _own_code(self) -> int:
+        """The exit code of the end that is on record."""
+        kind = Kind.FINISHED if self._ended is None else self._ended.kind
+        return {Kind.FINISHED: 0, Kind.STOPPED: self._stop_code, Kind.REFUSED: EXIT_REFUSED}.get(kind, EXIT_FAILED)
+
+    def _give_up(self, reason: str) -> None:
+        """End this process as failed. Called in a thread."""
+        self._ending.fail(TrainingFailed(reason))
+
     def _failed(self, error: BaseException) -> bool:
         """Record an exception that has ended the script. Returns whether the request was wrong."""
+        self.parting.close()
         if self._is_open:
             self._settle(_SETTLE)
         if self._ended is None or self._ended.kind is not Kind.STOPPED:  # else the checkpoint is saved: it stays so
@@ -396,10 +414,15 @@ class Place:
             raise error
         except BaseException as raised:
             why = diagnose.failure_of(raised, None)
+        if hint := self.explain(error):
+            why["reason"] += f"; {hint}"
+            with contextlib.suppress(OSError):
+                screen.remark(hint)
         return Outcome(rank=rank, kind=Kind.DIED, step=step, is_of_system=isinstance(error, OSError), **why)
 
     def _exited(self) -> int | None:
         """Record a clean exit. Returns the exit code; None: Python's own."""
+        self.parting.close()
         code = None
         if self._ended is None and self._has_begun:
             if self.stop.asked and not self._is_complete():

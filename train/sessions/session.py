@@ -11,11 +11,14 @@ with the same weights.
     session.finish()
 
 A border is where the body of a batch ends, or the work at the end of an epoch. There checkpoints are taken and stops
-are agreed. No generator's state is saved: what is drawn at random follows from the seed and the position (seeds.py).
+are agreed. None is taken between an epoch's last batch and the end of the work after it: the script would enter an
+empty inner loop, without the variables that a batch sets. No generator's state is saved: what is drawn at random
+follows from the seed and the position (seeds.py).
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 from collections.abc import Callable, Iterator, Mapping
@@ -26,29 +29,34 @@ import numpy as np
 import numpy.typing as npt
 import torch.distributed as dist
 
-from .. import faults
+from .. import faults, screen
 from ..data.seeding import Seed, owned
 from ..errors import Refused, TrainingFailed
 from ..run import heartbeat, metrics
 from ..run.metrics import Lines
 from ..run.outcome import Kind
-from . import lightning, seeds
+from . import lightning, seeds, unbound
+from .arithmetic import Arithmetic
 from .loader import Loader
+from .means import Means
 from .place import COPY, SAVE, STOP, Place
 from .state import Now, Position, State
+from .strays import Strays
 
 log = logging.getLogger("train")
 
-_EPOCHS, _RANGE = "session.epochs()", "session.range()"
+_EPOCHS, _RANGE, _BATCHES = "session.epochs()", "session.range()", "session.batches()"
 _PEEK = "and to look at a sample write loader.dataset[0], or read a plain DataLoader"
-_FACTS = "session.loader"
-"""Key, beside the user's values, for what a checkpoint says of the loader."""
+_FACTS, _MEANS, _LEFT = "session.loader", "session.mean", "session.left"
+"""Keys, beside the user's values, for what a checkpoint says of the loader, for the means of the epoch, and for whether
+the loop was left by `break`."""
 _OF_LINES = ("step", "epoch", "total_steps")
 """Names in a line of metrics.jsonl that the session sets itself."""
 
 
 def session(
     *, seed: int = 0, save_every: int | None = None, save_minutes: float = 10.0, log_samples: bool = False,
+    deterministic: bool = True,
     snapshots: bool = True,
 ) -> Session:  # fmt: skip
     """Open the session of this process: find its run, and seed all ranks alike. It belongs into the first line of
@@ -59,6 +67,7 @@ def session(
         save_every: updates of the optimizer between two checkpoints; None: checkpoints follow the clock alone.
         save_minutes: minutes between two checkpoints; 0: never by the clock.
         log_samples: write the data set indices of each rank's samples into samples.rankR.log of the run folder.
+        deterministic: let torch choose algorithms whose sums are the same in each run.
         snapshots: copy the state into memory too, in a launched run. False: it does not fit there twice.
 
     Raises:
@@ -72,13 +81,15 @@ def session(
         raise Refused(f"save_every={save_every!r}: give the number of updates between two checkpoints, at least 1")
     if not is_number:
         raise Refused(f"save_minutes={save_minutes!r}: give the minutes between two checkpoints; 0 for none by time")
-    return Session(place, seed, log_samples=log_samples, snapshots=snapshots)
+    return Session(place, seed, log_samples=log_samples, deterministic=deterministic, snapshots=snapshots)
 
 
 class Session:
     """What `session` returns. Every rank calls its methods alike."""
 
-    def __init__(self, place: Place, seed: int, *, log_samples: bool = False, snapshots: bool = True) -> None:
+    def __init__(
+        self, place: Place, seed: int, *, log_samples: bool = False, deterministic: bool = True, snapshots: bool = True
+    ) -> None:  # fmt: skip
         self._place, self._seed, self._log_samples = place, seed, log_samples
         self._state = State(place, snapshots=snapshots)
         self._loader: Loader | None = None
@@ -87,15 +98,19 @@ class Session:
         self._at = Position()
         self._saved_at: Position | None = None
         """Where the newest checkpoint was taken."""
+        self._resumed_at: Position | None = None
+        self._means = Means()
+        self._has_left = self._was_left = False
+        """Whether a `break` has left the loop, and whether one had before the checkpoint that was loaded."""
         self._facts: dict[str, int] = {}
         """What the checkpoint that was loaded says of the loader."""
         self._library: Path | None = None
         self._write: Callable[[Path], None] | None = None
         self._before_fetch: Callable[[], None] = lambda: None
         """What a library's binding does between two batches."""
-        self._is_registered = self._is_complete = self._is_over = self._wants_save = False
+        self._is_registered = self._is_complete = self._is_over = self._wants_save = self._wants_copy = False
         self._driver = self._loop = ""
-        """What gives out the steps now, and what has before: session.epochs(), session.range() or a library's name."""
+        """What gives out the steps now, and what has before: a loop of the session or a library's name."""
         self._passes = self._first = 0
         """Passes over the loader in this epoch, and the batch with which the last one began."""
         self._count: int | None = None
@@ -107,7 +122,15 @@ class Session:
         self.values: dict[str, Any] = {}
         """Plain values that a checkpoint keeps (a best figure, a counter): numbers, texts, lists and dicts of them. Set
         them after `register`, which fills this from the checkpoint."""
+        if place.is_first and seeds.have_drawn():
+            log.warning(
+                "warning: something was drawn from torch's generator before ts.session(), which seeds it: a model made "
+                "there has other weights in each run; call ts.session() first"
+            )
         seeds.at_start(seed)
+        self._arithmetic = Arithmetic(place.not_exact, is_first=place.is_first) if deterministic else None
+        self._strays = Strays(self._name_stray)
+        place.explain = self._explain
         place.at_exit(self.finish, is_complete=lambda: self._is_complete, settle=self._state.settle)
 
     # --- before the loop
@@ -182,13 +205,39 @@ class Session:
             self._at, self._library, size = saved.position, saved.library, saved.metrics_bytes
             values = dict(saved.values)
             self._facts = values.pop(_FACTS, {})
+            self._means.load(values.pop(_MEANS, {}))
+            self._was_left = values.pop(_LEFT, False) and not self._is_fork(saved.position)
             self.values.update(values)
-            self._clean_at = saved.position
-            self._saved_at = saved.position if saved.is_on_disk else None
+            self._clean_at = self._resumed_at = at = saved.position
+            self._saved_at = at if saved.is_on_disk else None
+            if self._place.is_first:
+                source = "" if saved.is_on_disk else ", as it was in memory"
+                with contextlib.suppress(OSError):
+                    where = f"update {at.updates}, epoch {at.epoch + 1}, batch {at.batch}"
+                    screen.say(f"session: continues after {where}{source}")
         self._place.began(self._state.updates, size)
         self._is_registered = True
         faults.here("loaded")
         seeds.after_register(self._seed, self._own)
+
+    def _is_fork(self, at: Position) -> bool:
+        """Whether this run begins with the checkpoint of another one, and so trains further."""
+        return (self._place.run.read().get("forked_from") or {}).get("step") == at.updates
+
+    def _explain(self, error: BaseException) -> str:
+        """Return what an exception has to do with a resume; '' if nothing."""
+        at = self._resumed_at
+        if at is None or self._at.epoch > at.epoch:
+            return ""
+        where = f"batch {at.batch} of epoch {at.epoch + 1}" if self._loop != _RANGE else f"step {at.batch}"
+        return unbound.explain(error, where)
+
+    def _name_stray(self) -> None:
+        where = "steps" if self._loop == _RANGE else "batches"
+        remedy = "for batch in session.batches(loader, steps=N)" if self._loop == _RANGE else "session.loader"
+        self._place.not_exact(
+            f"a DataLoader is read across {where}: a resume starts it at its first batch; read it with {remedy}"
+        )
 
     # --- the loop
 
@@ -198,10 +247,13 @@ class Session:
         Args:
             count: number of epochs; None: without end.
         """
-        self._begin_loop(_EPOCHS, count)
-        try:
-            for epoch in itertools.count(self._at.epoch) if count is None else range(self._at.epoch, count):
-                self._passes = 0
+        with self._looping(_EPOCHS, count):
+            numbers = itertools.count(self._at.epoch) if count is None else range(self._at.epoch, count)
+            for epoch in () if self._was_left else numbers:
+                self._passes, self._place.parting.at = 0, epoch + 1
+                if not self._at.batch:
+                    self._means.clear()
+                self._strays.body()
                 seeds.begin_epoch(self._seed, epoch, self._own)
                 if self._loader is not None:
                     self._go_to_epoch(self._loader)
@@ -210,20 +262,53 @@ class Session:
                     self._state.border()
                 self._at = Position(epoch + 1, 0, self._state.updates)
                 self.pause_if_due()
-            self._end_loop()
-        finally:
-            self._driver = ""
 
     def range(self, count: int) -> Iterator[int]:
         """Yield the numbers of steps, from 0, for a loop without a loader. After a resume they begin with the first
         one that the checkpoint lacks."""
-        self._begin_loop(_RANGE, count)
-        try:
-            for step in range(self._at.batch, count):
+        with self._looping(_RANGE, count):
+            for step in () if self._was_left else range(self._at.batch, count):
+                self._place.parting.at = step + 1
                 self.before_batch(step)
                 yield step
                 self.after_batch(step + 1)
+
+    def batches(self, loader: Loader, steps: int) -> Iterator[Any]:
+        """Yield this many batches, for a loop that counts steps: one epoch follows the other. After a resume they begin
+        with the first batch that the checkpoint lacks.
+
+        Args:
+            loader: what `session.loader` has returned.
+        """
+        if loader is not self._loader:
+            raise Refused(f"session.batches(…) reads session.loader(…), and was given a {type(loader).__name__}")
+        with self._looping(_BATCHES, steps):
+            if self._facts and self._facts != loader.facts:
+                raise Refused("other data or another batch_size: session.batches() goes on only with those of its run")
+            done = steps if self._was_left else self._at.epoch * len(loader) + self._at.batch
+            while done < steps:
+                self._passes = 0
+                if not self._at.batch:
+                    self._means.clear()
+                self._go_to_epoch(loader)
+                for batch in loader:
+                    done += 1
+                    self._place.parting.at = done
+                    yield batch
+                    if done == steps:  # the loader tells of all other batches
+                        self.after_batch(loader.start)
+                        break
+
+    @contextlib.contextmanager
+    def _looping(self, loop: str, count: int | None) -> Iterator[None]:
+        """Context manager around what gives out the steps."""
+        self._begin_loop(loop, count)
+        try:
+            yield
             self._end_loop()
+        except GeneratorExit:
+            self._leave_loop()
+            raise
         finally:
             self._driver = ""
 
@@ -235,27 +320,26 @@ class Session:
         if self._driver or self._loop not in ("", loop):
             raise Refused(f"{loop} beside {self._driver or self._loop}: a session has one loop")
         self._driver = self._loop = loop
-        self._count, self._is_complete = count, False
+        self._count, self._is_complete, self._has_left = count, False, False
+        self._place.parting.begin("epoch" if loop == _EPOCHS else "step")
 
     def _go_to_epoch(self, loader: Loader) -> None:
         """Let the next pass begin where the checkpoint was taken."""
         at, before, now = self._at, self._facts, loader.facts
-        if before and before != now:
-            if at.batch not in (0, before["batches"]):
-                raise Refused(
-                    f"the checkpoint was taken after batch {at.batch} of an epoch of {before['samples']} samples in "
-                    f"batches of {before['batch_size']}, and the loader has {now['samples']} in batches of "
-                    f"{now['batch_size']}; use the data and batch_size of that run, or a checkpoint between two epochs"
-                )
-            if at.batch:  # the work at the epoch's end comes next
-                self._at = Position(at.epoch, now["batches"], at.updates)
+        if before and before != now and at.batch:
+            raise Refused(
+                f"the checkpoint was taken after batch {at.batch} of an epoch of {before['samples']} samples in "
+                f"batches of {before['batch_size']}, and the loader has {now['samples']} in batches of "
+                f"{now['batch_size']}; use the data and batch_size of that run, or a checkpoint between two epochs"
+            )
         self._facts = now
-        loader.go_to(self._at.epoch, self._at.batch)
+        loader.go_to(at.epoch, at.batch)
 
     def _end_loop(self) -> None:
         """The loop has reached its end. Several ranks save here, because a script may disconnect them before it
         ends."""
         self._is_complete = True
+        self._place.parting.reach_end()
         if self._place.size > 1:
             self._wait_for_save()
             if self._at != self._saved_at:
@@ -263,11 +347,22 @@ class Session:
             self._digest = self._state.digest()
         self._place.beat(heartbeat.EVALUATING, self._state.updates)
 
+    def _leave_loop(self) -> None:
+        """A `break` leaves the loop, or an exception. The checkpoint of the end holds what the body has done."""
+        self._has_left = True
+        self._place.parting.leave()
+        at, loader, updates = self._at, self._loader, self._state.updates
+        last = len(loader) if loader is not None else 1 if self._loop == _EPOCHS else None
+        batch = at.batch
+        if updates > at.updates and batch != last:
+            batch = loader.start if loader is not None else batch + 1
+        self._at = Position(at.epoch + 1, 0, updates) if batch == last else Position(at.epoch, batch, updates)
+
     # --- for the loader, and for authors of bindings: library.py says in which order they call what
 
     def begin_pass(self, epoch: int, batch: int) -> None:
         """A pass over the loader begins with this batch of this epoch."""
-        if self._driver == _EPOCHS:
+        if self._driver in (_EPOCHS, _BATCHES):
             if epoch != self._at.epoch:  # by load_state_dict()
                 raise Refused(f"the loader is set to epoch {epoch} in epoch {self._at.epoch}; leave that out")
             if self._passes:
@@ -288,7 +383,7 @@ class Session:
 
     def _can_save_in_wait(self) -> bool:
         """Whether the state is that of the last border, while a batch is waited for, and this process saves alone."""
-        return self._place.size == 1 and self._driver == _EPOCHS and self._state.is_clean
+        return self._place.size == 1 and self._driver in (_EPOCHS, _BATCHES) and self._state.is_clean
 
     def stop_in_wait(self) -> NoReturn:
         """Stop in place of a batch that does not come."""
@@ -301,11 +396,12 @@ class Session:
 
     def before_batch(self, step: int) -> None:
         """Seed the body of a batch, counted over all epochs from 0, once the batch is fetched."""
+        self._strays.body()
         seeds.before_step(self._seed, step, self._place.rank, self._own)
 
     def after_batch(self, batch: int) -> None:
         """The body of a batch is over, and so many batches of this epoch are done."""
-        if self._driver not in (_EPOCHS, _RANGE):
+        if self._driver not in (_EPOCHS, _RANGE, _BATCHES):
             self._before_fetch()
             return
         state = self._state
@@ -314,7 +410,10 @@ class Session:
         self._at = Position(self._at.epoch, batch, updates)
         self._place.beat(heartbeat.TRAINING, updates)
         faults.here("step")
-        self.pause_if_due()
+        is_last = self._driver != _RANGE and self._loader is not None and batch == len(self._loader)
+        if is_last and self._driver == _BATCHES:  # no work follows
+            self._at = Position(self._at.epoch + 1, 0, updates)
+        self.pause_if_due(only_agree=is_last and self._driver == _EPOCHS)
 
     def end_pass(self, epoch: int) -> None:
         """All batches of an epoch are done. Its end work follows, and draws the same after a resume."""
@@ -324,6 +423,7 @@ class Session:
                 "with enumerate(loader, loader.start), because this pass began in the middle", epoch,
             )  # fmt: skip
         self._place.beat(heartbeat.EVALUATING, self._state.updates)
+        self._strays.body()
         seeds.after_pass(self._seed, epoch, self._place.rank, self._own)
 
     def hand_over(
@@ -424,16 +524,26 @@ class Session:
             self._save(is_last=True)
         self._is_complete = True
 
-    def pause_if_due(self) -> None:
-        """Save or stop here if that is due and no gradient is pending. All ranks call it after the same batch."""
+    def pause_if_due(self, *, only_agree: bool = False) -> None:
+        """Save or stop here if that is due and no gradient is pending. All ranks call it after the same batch.
+
+        Args:
+            only_agree: save and stop at the next border. The work at an epoch's end comes before it.
+        """
+        if self._arithmetic is not None:
+            self._arithmetic.look()
         if not self._state.is_clean:
             return
         self._clean_at = self._at
         due = self._place.due(self._state.updates, self._state.copy_wish(self._place.copy_every))
+        self._wants_copy |= due == COPY
+        if only_agree:
+            return
         if due in (SAVE, STOP) or self._wants_save:
             self._save(is_last=due == STOP)
         else:
-            self._state.copy(self._now, due == COPY)
+            self._state.copy(self._now, self._wants_copy)
+        self._wants_copy = False
         if due == STOP:
             self._place.stop_here(step=self._state.updates, epoch=self._at.epoch + 1)
 
@@ -461,7 +571,8 @@ class Session:
 
     def _now(self) -> Now:
         """Return what a checkpoint of this position holds besides the registered objects."""
-        values = self.values | ({_FACTS: self._loader.facts} if self._loader is not None else {})
+        own = {_MEANS: self._means.state(), _LEFT: self._has_left or self._was_left}
+        values = self.values | own | ({_FACTS: self._loader.facts} if self._loader is not None else {})
         return Now(self._at, values, self._place.metrics_size())
 
     def _wait_for_save(self) -> None:
@@ -512,6 +623,21 @@ class Session:
                 raise Refused(f"session.log({name}=…) takes a number, not {type(value).__name__}") from None
         self._place.log(line)
 
+    def mean(self, name: str, value: Any = None) -> Any:
+        """Add a value, and return this rank's mean since the epoch began. A checkpoint holds it, so after a resume it
+        counts the whole epoch.
+
+        Args:
+            value: a number, or a tensor of one value: then the mean is a tensor too, and nothing waits for a GPU. None:
+                only return the mean, as a number.
+
+        Raises:
+            Refused: the value is no number, or there is none.
+        """
+        if self._write is not None:
+            raise Refused(f"session.mean() in the loop of {self._loop}: log the figure with the library")
+        return self._means.read(name) if value is None else self._means.add(name, value)
+
     def _total_steps(self) -> int | None:
         """Return the updates of the whole loop; None where they are not known: before the first update, and where
         updates do not come every so many batches."""
@@ -520,16 +646,21 @@ class Session:
             return None
         done = at.epoch * batches + at.batch
         every = done // at.updates
-        return count * batches // every if done == every * at.updates and batches % every == 0 else None
+        if done != every * at.updates:
+            return None
+        if self._loop == _BATCHES:
+            return count // every
+        return count * batches // every if batches % every == 0 else None
 
     @property
     def should_stop(self) -> bool:
-        """Whether the run ends at the next border. The same on all ranks. For work that can be left out then."""
+        """Whether the run ends at the next border: after this batch, or after this epoch's work, which may leave out
+        what takes long. The same on all ranks."""
         return self._place.is_stopping
 
     def save(self) -> None:
-        """Take a checkpoint at the next border: when this batch's body is over, or after a pass over the loader this
-        epoch's work. Call it on every rank."""
+        """Take a checkpoint at the next border: when this batch's body is over, or in an epoch's last batch and after
+        it, when this epoch's work is over. Call it on every rank."""
         self._wants_save = True
 
     # --- the end
@@ -546,6 +677,7 @@ class Session:
         if not self._is_registered:
             raise Refused("call session.register(model=…, optimizer=…) before session.finish()")
         place, state = self._place, self._state
+        place.parting.settle()
         self._wait_for_save()
         digest = self._digest
         if place.size == 1 or dist.is_initialized():

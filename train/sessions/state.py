@@ -81,7 +81,7 @@ class Place(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Position:
-    """Where a loop stands: what comes next. A batch equal to the length of the loader: the work at the epoch's end."""
+    """Where a loop stands: what comes next."""
 
     epoch: int = 0
     batch: int = 0
@@ -126,8 +126,8 @@ class State:
         self._place, self._kept = place, Checkpoint(keep=keep, asynchronous=False)
         self._wants_memory = snapshots
         self._memory: Memory | None = None
-        self._now: Now | None = None
-        """What goes into a snapshot that is taken now."""
+        self._now: Callable[[], Now] | None = None
+        """Returns what goes into a snapshot that is taken now."""
         self._staging: Staging | None = None
         self._pool = ThreadPoolExecutor(1, "save")
         self._busy: Future[None] | None = None
@@ -396,13 +396,13 @@ class State:
     def copy(self, now: Callable[[], Now], is_due: bool) -> None:
         """Copy the state into memory, if that is due. Called at each border where no gradient is pending."""
         if self._memory is not None and self.updates:
-            self._now = now()
+            self._now = now
             self._memory.after_border(self.updates, is_due)
 
     def take_apart(self, into: Serialized) -> dict[str, Any]:
         """Return the state with references instead of tensors, for a snapshot."""
         assert self._now is not None
-        parts, now = Parts(), self._now
+        parts, now = Parts(), self._now()
         tree = self._take_apart(parts, now.values)
         tensors = {key: into.add(tensor) for key, tensor in parts.tensors.items()}
         return tree | {"tensors": tensors, "position": now.position, "metrics_bytes": now.metrics_bytes}
