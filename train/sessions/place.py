@@ -253,12 +253,26 @@ class Place:
         self._is_due |= agreed == SAVE
         if self._save_every and updates // self._save_every > self._saved // self._save_every:
             self._is_due = True
-        if self._is_stopping or self._is_due:
-            return STOP if self._is_stopping else SAVE
+        if self.agreed:
+            return self.agreed
         if not self.copy_every or updates // self.copy_every == self._copied // self.copy_every:
             return ""
         self._copied = updates
         return COPY
+
+    @property
+    def agreed(self) -> str:
+        """What all ranks have agreed on and is not done yet, as `due` says it."""
+        return STOP if self._is_stopping else SAVE if self._is_due else ""
+
+    def wants_stop(self) -> bool:
+        """Whether this rank was asked to stop."""
+        self.stop.look()
+        return self.stop.asked
+
+    def agree_to_stop(self) -> None:
+        """Note that all ranks have agreed to stop, without an update."""
+        self._is_stopping = True
 
     @property
     def is_stopping(self) -> bool:

@@ -19,8 +19,10 @@ follows from the seed and the position (seeds.py).
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
 import logging
+import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
@@ -50,6 +52,8 @@ _PEEK = "and to look at a sample write loader.dataset[0], or read a plain DataLo
 _FACTS, _MEANS, _LEFT = "session.loader", "session.mean", "session.left"
 """Keys, beside the user's values, for what a checkpoint says of the loader, for the means of the epoch, and for whether
 the loop was left by `break`."""
+_LONG_BATCHES, _LONG_SECONDS = 50, 60.0
+"""Batches, and seconds, that a stop or a save waits for a border without a pending gradient."""
 _OF_LINES = ("step", "epoch", "total_steps")
 """Names in a line of metrics.jsonl that the session sets itself."""
 
@@ -117,6 +121,8 @@ class Session:
         """Epochs or steps of the loop."""
         self._clean_at = Position()
         """The last border at which no gradient was pending."""
+        self._waits = 0, time.monotonic()
+        """Borders at which something was due and a gradient pending, and when that began."""
         self._digest = ""
         self._samples: Lines | None = None
         self.values: dict[str, Any] = {}
@@ -257,9 +263,12 @@ class Session:
                 seeds.begin_epoch(self._seed, epoch, self._own)
                 if self._loader is not None:
                     self._go_to_epoch(self._loader)
+                if not self._at.batch:
+                    self._state.put_gradients()
                 yield epoch
                 if not self._passes:  # a loop without a loader
                     self._state.border()
+                self._state.end_work()
                 self._at = Position(epoch + 1, 0, self._state.updates)
                 self.pause_if_due()
 
@@ -340,6 +349,8 @@ class Session:
         ends."""
         self._is_complete = True
         self._place.parting.reach_end()
+        self._state.count_end()
+        self._at = dataclasses.replace(self._at, updates=self._state.updates)
         if self._place.size > 1:
             self._wait_for_save()
             if self._at != self._saved_at:
@@ -397,6 +408,7 @@ class Session:
     def before_batch(self, step: int) -> None:
         """Seed the body of a batch, counted over all epochs from 0, once the batch is fetched."""
         self._strays.body()
+        self._state.put_gradients()  # the first time
         seeds.before_step(self._seed, step, self._place.rank, self._own)
 
     def after_batch(self, batch: int) -> None:
@@ -417,6 +429,7 @@ class Session:
 
     def end_pass(self, epoch: int) -> None:
         """All batches of an epoch are done. Its end work follows, and draws the same after a resume."""
+        self._state.put_gradients()
         if self._driver == _EPOCHS and self._first and not self._state.is_clean:
             log.warning(
                 "warning: epoch %d ends between two updates; if your loop makes one at the last batch, count batches "
@@ -530,22 +543,46 @@ class Session:
         Args:
             only_agree: save and stop at the next border. The work at an epoch's end comes before it.
         """
+        state, place = self._state, self._place
         if self._arithmetic is not None:
             self._arithmetic.look()
-        if not self._state.is_clean:
-            return
-        self._clean_at = self._at
-        due = self._place.due(self._state.updates, self._state.copy_wish(self._place.copy_every))
+        if state.looks_clean:
+            self._clean_at = self._at
+        if place.size > 1 and state.is_long and any(state.gather(place.wants_stop())):
+            place.agree_to_stop()
+        if place.size == 1 or state.made_update:  # several ranks agree by updates
+            due = place.due(state.updates, state.copy_wish(place.copy_every))
+        else:
+            due = place.agreed
         self._wants_copy |= due == COPY
         if only_agree:
             return
-        if due in (SAVE, STOP) or self._wants_save:
+        if due not in (SAVE, STOP) and not self._wants_save:
+            self._waits = 0, time.monotonic()
+            self._wants_copy = not state.copy(self._now, self._wants_copy) and self._wants_copy
+        elif self._may_pause():
             self._save(is_last=due == STOP)
-        else:
-            self._state.copy(self._now, self._wants_copy)
-        self._wants_copy = False
-        if due == STOP:
-            self._place.stop_here(step=self._state.updates, epoch=self._at.epoch + 1)
+            if due == STOP:
+                place.stop_here(step=state.updates, epoch=self._at.epoch + 1)
+
+    def _may_pause(self) -> bool:
+        """Whether what is due is done at this border: no gradient is pending, or that is so for long. Pending ones are
+        in the checkpoint, too. A collective."""
+        count, since = self._waits
+        self._waits = count + 1, since
+        is_long = count >= _LONG_BATCHES or time.monotonic() - since > _LONG_SECONDS
+        found = self._state.gather((self._state.is_clean, is_long))
+        if not all(is_clean for is_clean, _ in found):
+            if not any(is_long for _, is_long in found):
+                return False
+            if self._place.is_first and self._state.updates:
+                log.warning(
+                    "warning: the last %d batches each ended with a gradient pending, so the checkpoint of step %d "
+                    "holds gradients", count, self._state.updates,
+                )  # fmt: skip
+            self._state.name_lost(self._write is not None)
+        self._waits = 0, time.monotonic()
+        return True
 
     def _save(self, *, is_last: bool = False) -> None:
         """Save a checkpoint of this position. A collective.
@@ -683,6 +720,8 @@ class Session:
         if place.size == 1 or dist.is_initialized():
             faults.here("digest")
             self._is_complete = True
+            state.count_end()
+            self._at = dataclasses.replace(self._at, updates=state.updates)
             digest = state.digest()
             # weights may have changed since the end of the loop; rank 0 has the digest
             if self._write is None and state.gather(not digest or digest != self._digest)[0]:

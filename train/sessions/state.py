@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from .. import faults, screen
 from ..checkpoint import manifest as manifests
@@ -43,7 +44,7 @@ from . import buckets, by_rank, objects
 from .memory import InMemory, Memory
 from .objects import Module, Optimizer, Parts, Registered
 from .reading import Reading
-from .updates import Updates
+from .updates import LONG, Updates, are_zero
 
 log = logging.getLogger("train")
 T = TypeVar("T")
@@ -77,6 +78,9 @@ class Place(Protocol):
 
     def agree(self, key: str, make: Callable[[], str]) -> str:
         """Return on every rank what `make` gives on rank 0. Works without a process group."""
+
+    def not_exact(self, reason: str) -> None:
+        """Name what no checkpoint restores."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,7 +139,9 @@ class State:
         self._objects: dict[str, Registered] = {}
         self._settings: dict[str, dict[str, str]] = {}
         """How the objects were made, before a checkpoint was loaded."""
-        self._updates = Updates()
+        self._updates = Updates(not_exact=place.not_exact, warn=self._warn)
+        self._gradients_read: dict[str, dict[Any, Any]] = {}
+        """Gradients of the checkpoint, by object and parameter, until the loop continues."""
         self._known_world: World | None = None
         self._committer: Committer | None = None
 
@@ -149,28 +155,100 @@ class State:
         """
         if self._objects:
             raise Refused("session.register was called twice; register everything in one call, after all is made")
-        if not given:
-            raise Refused("session.register() has nothing to register; give it names: register(model=model)")
-        made = {name: objects.registered(name, value) for name, value in given.items()}
-        self._check_scalers(given)
-        for one in made.values():
-            self._check_plain(one)
-        several = sum(isinstance(one, Module) for one in made.values()) > 1
+        made, problem = {}, ""
+        try:
+            made = self._made(given)
+        except Refused as error:
+            problem = str(error)
+        self._check_ranks(given, problem)
+        modules = [one for one in made.values() if isinstance(one, Module)]
         for one in made.values():
             if isinstance(one, Module):
-                one.prefix = f"{one.name}." if several else ""
+                one.prefix = f"{one.name}." if len(modules) > 1 else ""
                 self.lay_buckets(one.value)
-                if one.is_compiled and self._place.rank == 0:
-                    log.warning(
-                        "warning: %s is compiled: a resume is exact if shapes of batches do not vary and no kernel is "
-                        "chosen by its time (max-autotune)", one.name,
-                    )  # fmt: skip
+                self._updates.watch(one.value.parameters())
+                if one.is_compiled:
+                    self._warn(
+                        f"{one.name} is compiled: a resume is exact if shapes of batches do not vary and no kernel is "
+                        "chosen by its time (max-autotune)"
+                    )
             elif isinstance(one, Optimizer):
+                one.modules = modules
                 self._updates.follow(one.name, one.value)
             elif isinstance(one.value, torch.amp.GradScaler):
                 self._updates.follow_scaler(one.value)
+        self._name_parameters(made, modules)
         self._objects = made
         self._settings = {name: one.settings() for name, one in made.items()}
+
+    def _name_parameters(self, made: dict[str, Registered], modules: list[Module]) -> None:
+        """Name optimizers whose parameters no checkpoint holds."""
+        if any(objects.is_of_user(one) for one in made.values()):  # it may save them by itself
+            return
+        held = {id(parameter) for one in modules for parameter in one.value.parameters()}
+        for one in made.values():
+            lost = [one for one in one.parameters if id(one) not in held] if isinstance(one, Optimizer) else []
+            if lost:
+                self._place.not_exact(
+                    f"{one.name}: {len(lost)} of its parameters are in no registered module, so no checkpoint holds "
+                    "them; register the module"
+                )
+
+    def _warn(self, line: str) -> None:
+        if self._place.rank == 0:
+            log.warning("warning: %s", line)
+
+    def _made(self, given: dict[str, Any]) -> dict[str, Registered]:
+        """Return what stands for the objects, and for the optimizers that they hold.
+
+        Raises:
+            Refused: a checkpoint cannot hold an object.
+        """
+        if not given:
+            raise Refused("session.register() has nothing to register; give it names: register(model=model)")
+        made = {name: objects.registered(name, value) for name, value in given.items()}
+        known = {id(one.value) for one in made.values()}
+        for one in list(made.values()):
+            for name, held in objects.held_optimizers(one).items():
+                if id(held := objects.unwrapped(held)) not in known:
+                    known.add(id(held))
+                    made[name] = inner = Optimizer(name, held)
+                    shares = isinstance(one, Optimizer) and one.value.param_groups is held.param_groups
+                    inner.outer = one if isinstance(one, Optimizer) and shares else None
+        self._check_scalers(given)
+        for one in made.values():
+            self._check_plain(one)
+        return made
+
+    def _check_ranks(self, given: dict[str, Any], problem: str) -> None:
+        """Check that all ranks register the same. A collective: a rank that is refused here must not leave the others
+        waiting.
+
+        Args:
+            problem: why this rank's objects are refused.
+
+        Raises:
+            Refused: on all ranks.
+        """
+        if self._place.size == 1:
+            if problem:
+                raise Refused(problem)
+            return
+        kinds = {name: type(value).__name__ for name, value in given.items()}
+        found = self._world.gather((problem, kinds))
+        if problem := next(filter(None, (one for one, _ in found)), ""):
+            raise Refused(problem)
+        first = found[0][1]
+        for rank, (_, other) in enumerate(found):
+            for name in {**first, **other}:
+                if name not in first or name not in other:
+                    one, lacks = (0, rank) if name in first else (rank, 0)
+                    raise Refused(f"register: rank {one} registers {name}, rank {lacks} does not; make it on all ranks")
+                if first[name] != other[name]:
+                    raise Refused(
+                        f"register: {name} is a {first[name]} on rank 0 and a {other[name]} on rank {rank}; register "
+                        "the same on all ranks"
+                    )
 
     def lay_buckets(self, module: nn.Module) -> None:
         """Lay out the buckets of every DDP in a module, for a library that registers nothing."""
@@ -213,12 +291,41 @@ class State:
 
     @property
     def is_clean(self) -> bool:
-        """Whether no gradient is pending."""
+        """Whether no gradient is pending. Reads all parameters."""
         return self._updates.is_clean
+
+    @property
+    def looks_clean(self) -> bool:
+        """Whether no gradient seems to be pending. Reads two parameters."""
+        return self._updates.looks_clean
+
+    @property
+    def made_update(self) -> bool:
+        """Whether there was an update in the last body or after it. The same on all ranks."""
+        return self._updates.made_update
 
     def border(self) -> None:
         """The body of a batch is over. Called before `updates` and `is_clean` are read."""
         self._updates.end_body()
+
+    def end_work(self) -> None:
+        """The work at the end of an epoch is over."""
+        self._updates.end_work()
+
+    def count_end(self) -> None:
+        """Let a loop without any update have a checkpoint of its end."""
+        self._updates.count_end()
+
+    @property
+    def is_long(self) -> bool:
+        """Whether so many batches went without an update that stops are agreed without. The same on all ranks."""
+        return self._updates.without > 0 and self._updates.without % LONG == 0
+
+    def name_lost(self, is_of_library: bool) -> None:
+        """Name gradients that a checkpoint between two updates lacks: FSDP2 hides them until they are summed."""
+        parameters = [one for each in self.modules.values() for one in each.value.parameters()]
+        if is_of_library or (not self.made_update and any(isinstance(one, DTensor) for one in parameters)):
+            self._place.not_exact(f"gradients: were accumulated after step {self.updates}, are lost in a resume")
 
     def gather(self, value: T) -> list[T]:
         """Return every rank's value on every rank."""
@@ -306,19 +413,19 @@ class State:
     def _note_saved(self, step: int) -> None:
         self._place.run.note(saved_step=step, step=step)  # a script may log no lines
 
-    def _take_apart(self, parts: Parts, values: dict[str, Any]) -> dict[str, Any]:
+    def _take_apart(self, parts: Parts, values: dict[str, Any], *, is_library: bool = False) -> dict[str, Any]:
         """Return the state in plain values, after its tensors were put into `parts`."""
         states = {name: one.take_apart(parts) for name, one in self._objects.items()}
         return {
-            "states": states, "gradients": self._left_over(parts), "refs": parts.refs, "values": values,
-            "updates": self._updates.state(), "settings": self._settings,
+            "states": states, "gradients": {} if is_library else self._gradients(parts), "refs": parts.refs,
+            "values": values, "updates": self._updates.state(), "settings": self._settings,
         }  # fmt: skip
 
     def _content(self, now: Now, *, is_library: bool) -> tuple[dict[str, Any], int, dict[str, Any]]:
         """Return what a checkpoint will hold: what this rank writes, the bytes of all ranks, and facts for the
         manifest. A collective."""
         parts, world = Parts(), self._world
-        tree = self._take_apart(parts, now.values)
+        tree = self._take_apart(parts, now.values, is_library=is_library)
         problem, rest = "", b""
         try:
             rest = objects.packed(tree)
@@ -346,18 +453,38 @@ class State:
         }  # fmt: skip
         return own, sum(tensor.nbytes for tensor in parts.tensors.values()), facts  # DTensors count as a whole
 
-    def _left_over(self, parts: Parts) -> dict[str, Any]:
-        """Return gradients that the next step may still use, where several optimizers take turns."""
+    def _gradients(self, parts: Parts) -> dict[str, Any]:
+        """Return the gradients that a later step may use, by object and parameter.
+
+        Those of a GAN's discriminator hold what the generator's backward left; others may accumulate for longer. 0
+        stands for a gradient that is used up: it comes back as zeros, because a step skips parameters without any.
+        """
         found: dict[str, Any] = {}
-        for name in self._updates.left_over():
-            one = self._objects.get(name)
-            if not isinstance(one, Optimizer):  # a library's, which saves by itself
-                continue
-            for number, parameter in enumerate(one.parameters):
-                if parameter.grad is not None:
-                    mark = parts.take_out(lambda _, key=(objects.OBJECTS, f"{name}.gradient.{number}"): key, number)  # type: ignore[misc]
-                    found.setdefault(name, {})[number] = mark(parameter.grad)
+        seen: set[int] = set()
+        pending: list[tuple[str, Any, Tensor, Any]] = []
+        for name, one in sorted(self._objects.items(), key=lambda item: item[1].order):
+            for key, parameter, of in one.parameters_by_key():
+                if parameter.grad is not None and id(parameter) not in seen:
+                    seen.add(id(parameter))
+                    found.setdefault(name, {})[key] = 0
+                    if not self._updates.is_used(parameter):
+                        pending.append((name, key, parameter.grad, of))
+        gradients = [gradient for _, _, gradient, _ in pending]
+        if not any(isinstance(one, DTensor) for one in gradients) and are_zero(gradients):
+            return found
+        for name, key, gradient, of in pending:
+            place = objects.OBJECTS, f"{name}.gradient.{key}"
+            found[name][key] = parts.take_out(lambda _, place=place: place, of)(gradient)  # type: ignore[misc]
         return found
+
+    def put_gradients(self) -> None:
+        """Restore gradients where the loop continues: the script's own zero_grad() before it must not clear them."""
+        for name, gradients in self._gradients_read.items():
+            for key, parameter, _ in self._objects[name].parameters_by_key() if gradients else ():
+                if (found := gradients.get(key)) is not None:
+                    is_tensor = isinstance(found, Tensor)
+                    parameter.grad = found.to(parameter.device) if is_tensor else torch.zeros_like(parameter.detach())
+        self._gradients_read = {}
 
     def _problem(self, states: dict[str, Any], values: dict[str, Any], error: ValueError) -> str:
         for name, state in states.items():
@@ -393,11 +520,14 @@ class State:
         than the present one; else 0."""
         return self._memory.wish(self.updates, every) if self._memory is not None and self._place.rank == 0 else 0
 
-    def copy(self, now: Callable[[], Now], is_due: bool) -> None:
-        """Copy the state into memory, if that is due. Called at each border where no gradient is pending."""
-        if self._memory is not None and self.updates:
-            self._now = now
-            self._memory.after_border(self.updates, is_due)
+    def copy(self, now: Callable[[], Now], is_due: bool) -> bool:
+        """Copy the state into memory, if that is due and no gradient is pending. Returns whether it was copied. Called
+        at each border."""
+        if self._memory is None or not self.updates:
+            return False
+        self._now, is_due = now, is_due and self.is_clean
+        self._memory.after_border(self.updates, is_due)
+        return is_due
 
     def take_apart(self, into: Serialized) -> dict[str, Any]:
         """Return the state with references instead of tensors, for a snapshot."""
@@ -481,18 +611,17 @@ class State:
 
     def _load_objects(self, reading: Reading | InMemory, rest: dict[str, Any], name_of: str) -> None:
         """Load the registered objects, pending gradients and the counts of updates."""
-        first = sorted(self._objects, key=lambda name: not isinstance(self._objects[name], (Module, Optimizer)))
-        for name in first:
+        left: list[str] = []
+        for name, one in sorted(self._objects.items(), key=lambda item: item[1].order):
             try:
-                self._objects[name].load(reading.state(rest["states"][name], self._objects[name]))
+                one.prepare(rest["states"][name])
+                left += one.load(reading.state(rest["states"][name], one))
+                self._gradients_read[name] = reading.state(rest["gradients"].get(name, {}), one)
             except Exception as error:  # of torch, or of the user's load_state_dict
                 why = reason_of(error) if isinstance(error, dcp.api.CheckpointException) else one_line(error)[:300]
                 raise Refused(f"{name} does not fit {name_of}: {why}") from error
-        for name, gradients in rest["gradients"].items() if self._objects else ():
-            one = self._objects[name]
-            assert isinstance(one, Optimizer)
-            for number, gradient in reading.state(gradients, one).items():
-                one.parameters[number].grad = gradient.to(one.parameters[number].device)
+        for line in left:
+            self._place.not_exact(line)
         self._updates.load(rest["updates"])
         for name, before in rest.get("settings", {}).items() if self._place.rank == 0 else ():
             self._say_replaced(name, before, self._settings.get(name, {}))

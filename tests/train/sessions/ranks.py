@@ -31,6 +31,7 @@ class Where:
     local_size: int = 1
     snapshot_memory: str = ""
     is_written: bool = True
+    named: list[str] = dataclasses.field(default_factory=list)
 
     def beat(self, phase: int, step: int) -> None:
         """No agent watches."""
@@ -38,6 +39,9 @@ class Where:
     def agree(self, key: str, make: Callable[[], str]) -> str:
         assert self.size == 1
         return make()
+
+    def not_exact(self, reason: str) -> None:
+        self.named.append(reason)
 
 
 def where(folder: Path, rank: int = 0, size: int = 1) -> Where:
@@ -88,6 +92,7 @@ def _rank(
 def loop(state: State, step: Callable[[int], Any], steps: int, *, every: int, kill_at: int = 0) -> Iterator[Position]:
     """A loop of numbered steps, as a session would drive it. Yields the position after each."""
     saved = state.load()
+    state.put_gradients()
     at = saved.position if saved else Position()
     for number in range(at.batch, steps):
         torch.manual_seed(number * 1000 + state._place.rank)

@@ -426,6 +426,51 @@ def test_a_variable_that_a_resume_has_no_value_for_is_explained(tmp_path: Path) 
     assert line in printed and line in outcome(run, 2)["reason"], printed
 
 
+def at_the_top(stop: bool = False) -> None:
+    """A loop whose step stands at the top of the body: at every border a gradient is pending."""
+    run = session(save_minutes=0)
+    net = nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    run.register(net=net, optimizer=optimizer)
+    optimizer.zero_grad()
+    for step in run.range(90):
+        if step:
+            optimizer.step()
+            optimizer.zero_grad()
+        net(torch.randn(4, 3)).square().sum().backward()
+        run.log(norm=net.weight.norm())
+        if stop and step == 7:
+            os.kill(os.getpid(), signal.SIGTERM)
+    (run._place.run.folder / "ends").touch()
+    (run._place.run.folder / "samples.rank0.log").touch()
+    run.finish()
+
+
+def test_a_stop_does_not_wait_for_ever_for_a_border_without_gradients(tmp_path: Path) -> None:
+    runs = [made(tmp_path, name) for name in ("calm", "stopped")]
+    assert attempt(runs[0], at_the_top) == (0, "")
+    code, printed = attempt(runs[1], at_the_top, True)
+    assert code == EXIT_STOPPED and "the last 50 batches each ended with a gradient pending" in printed, printed
+    assert runs[1].newest_checkpoint == 57
+    assert attempt(runs[1], at_the_top) == (0, "")
+    assert result(runs[0]) == result(runs[1])
+
+
+def test_weights_that_no_update_has_changed_are_saved_at_the_end(tmp_path: Path) -> None:
+    def body() -> None:
+        run = session()
+        net = nn.Linear(3, 1)
+        run.register(net=net, optimizer=torch.optim.SGD(net.parameters(), lr=0.1))
+        for _ in run.range(3):
+            pass
+        nn.init.ones_(net.weight)
+        run.finish()
+
+    run = made(tmp_path, "fit")
+    assert attempt(run, body) == (0, "") and run.newest_checkpoint == 1
+    assert outcome(run, 1)["step"] == 1
+
+
 # --- what is refused
 
 
