@@ -49,7 +49,7 @@ def where(folder: Path, rank: int = 0, size: int = 1) -> Where:
     return Where(Run(folder), rank, size, rank, local_size=size)
 
 
-def saved(state: State, position: Position, values: dict[str, Any], metrics_bytes: int = 0) -> bool:
+def save_now(state: State, position: Position, values: dict[str, Any], metrics_bytes: int = 0) -> bool:
     """Save, and wait until the checkpoint is on the disk."""
     return state.save(position, values, metrics_bytes) and state.wait()
 
@@ -102,5 +102,5 @@ def loop(state: State, step: Callable[[int], Any], steps: int, *, every: int, ki
             os.kill(os.getpid(), signal.SIGKILL)
         at = Position(0, number + 1, state.updates)
         if state.is_clean and state.updates and state.updates % every == 0:
-            assert saved(state, at, {"rank": state._place.rank, "at": number})
+            assert save_now(state, at, {"rank": state._place.rank, "at": number})
         yield at
