@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from ..parallel.torch_private import version_of
+
 _PLAIN = (type(None), bool, int, float, complex, str, bytes)
 _LONG = 1000
 """Maximum number of items of a container, or an array, that are compared. A longer one holds samples."""
@@ -45,7 +47,7 @@ def _view(one: Any, depth: int, left: Iterator[int]) -> Any:
     if kind in _PLAIN:
         return kind, one
     if issubclass(kind, torch.Tensor):
-        return _Same(one), None if one.is_inference() else one._version
+        return _Same(one), 0 if one.is_inference() else version_of(one)
     if kind is np.ndarray and one.size <= _LONG and not one.dtype.hasobject:
         return one.shape, one.dtype, one.tobytes()
     if not depth or next(left, None) is None or issubclass(kind, _CLOSED):

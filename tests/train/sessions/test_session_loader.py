@@ -173,13 +173,17 @@ def test_an_error_names_the_sample(workers: int) -> None:
 
 
 def test_workers_leave_signals_to_the_rank_and_the_death_of_one_is_named() -> None:
-    batches = iter(loader(Begun(), num_workers=1, worker_init_fn=_begin))
+    made = loader(Begun(), num_workers=1, worker_init_fn=_begin)
+    batches = iter(made)
     (_, workers) = next(batches)
     for kind in (signal.SIGTERM, signal.SIGINT):
         os.kill(int(workers[0]), kind)
     next(batches)
-    os.kill(int(workers[0]), signal.SIGKILL)
-    with pytest.raises(RuntimeError, match=rf"worker \(pid {workers[0]}\) is killed by signal: Killed"):
+    assert made._workers is not None
+    (worker,) = made._workers.processes
+    worker.kill()
+    worker.join()
+    with pytest.raises(RuntimeError, match=rf"worker \(pid {worker.pid}\) is killed by signal: Killed"):
         list(batches)
 
 
