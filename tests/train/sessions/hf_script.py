@@ -44,7 +44,7 @@ class Model(nn.Module):
         return {"loss": nn.functional.cross_entropy(self.net(inputs), labels)}
 
 
-class Count(TrainerCallback, ExportableState):  # type: ignore[misc]
+class Count(TrainerCallback, ExportableState):
     """Counts the begins and the ends of updates."""
 
     def __init__(self, begun: int = 0, ended: int = 0) -> None:
