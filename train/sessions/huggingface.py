@@ -140,7 +140,8 @@ class _Hooks(Library, TrainerCallback):
             setattr(trainer, name, torch.full_like(trainer._tr_loss, value) if name == "_tr_loss" else value)
         self.total_steps = state.max_steps
         if own.get("ended") == state.max_steps:  # the Trainer would make at least one more update
-            log.info("the training had ended before, after step %d of max_steps=%d", own["updates"], state.max_steps)
+            if self.session.rank == 0:
+                log.warning("nothing is left to train after step %d: max_steps=%d", own["updates"], state.max_steps)
             trainer._run_epoch = lambda **_: None
         self.session.begin_training()
         self.adopt(trainer.model_wrapped, [trainer.optimizer], trainer.accelerator.scaler)

@@ -67,7 +67,7 @@ class Library:
         """Updates of the whole training, if known."""
         self.has_ended = False
         """Whether the training has reached its end, which the library's own checkpoint may not say."""
-        self._is_adopted = False
+        self.is_adopted = False
         session.hand_over(name, write=self.write, before_fetch=self.before_fetch)
 
     def write(self, folder: Path) -> None:
@@ -84,8 +84,8 @@ class Library:
 
     def adopt(self, model: Any, optimizers: list[Any], scaler: Any = None) -> None:
         """Hand what the library has made to the session, once."""
-        if not self._is_adopted:
-            self._is_adopted = True
+        if not self.is_adopted:
+            self.is_adopted = True
             self.session.adopt(model, optimizers, scaler)
 
     def add_line(self, figures: Mapping[str, Any], of: str = "") -> None:

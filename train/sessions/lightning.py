@@ -18,8 +18,8 @@ log = logging.getLogger("train")
 
 FILE = "lightning.ckpt"
 """Lightning's file in a checkpoint."""
-_UPDATES, _ENDED = "trainstation_updates", "trainstation_ended"
-"""Keys in that file: the updates so far, and how long a training was that has ended; '' if it has not."""
+_UPDATES, _STOPS = "trainstation_updates", "trainstation_stops"
+"""Keys in that file: the updates so far, and how long a Trainer trains that stops or has ended; '' if it goes on."""
 
 
 def callback(session: Session) -> Any:
@@ -52,7 +52,7 @@ class _Hooks(Library):
         trainer = self._trainer
         checkpoint = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
         checkpoint[_UPDATES] = self.session.updates
-        checkpoint[_ENDED] = _length(trainer) if self.has_ended else ""
+        checkpoint[_STOPS] = _length(trainer) if self.has_ended or trainer.should_stop else ""
         # trainer.save_checkpoint() ends with a barrier, at which the others would wait for a rank that fails here
         trainer.strategy.save_checkpoint(checkpoint, folder / FILE)
 
@@ -61,9 +61,8 @@ class _Hooks(Library):
 
     def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         self._loaded = checkpoint.get(_UPDATES, 0)
-        if checkpoint.get(_ENDED) == _length(trainer):  # Lightning does not save that it stopped early
+        if checkpoint.get(_STOPS) == _length(trainer):  # Lightning does not save that it stops early
             trainer.should_stop = True
-            log.info("the training had ended before, after step %d: %s", self._loaded, _length(trainer))
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         session = self.session
@@ -108,7 +107,10 @@ class _Hooks(Library):
             self.add_line(trainer._logger_connector.metrics["log"], of="eval")
 
     def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
-        self.adopt(pl_module, [])  # where a resumed run had been trained to its end before
+        if not self.is_adopted:
+            if self.session.rank == 0:
+                log.warning("nothing is left to train after step %d: %s", self._loaded, _length(trainer))
+            self.adopt(pl_module, [])
         self.trained()  # not in on_train_end, where callbacks and the module still change weights
 
 

@@ -1,6 +1,6 @@
 """A script of Hugging Face's Trainer in which much happens around an update: hf_script.py FILE [MAX_STEPS]
 
-A callback that was added before the session counts; a batch is read before the training; an evaluation every three
+A callback that was added before the session counts; a batch is read before the training; the evaluation after 60
 updates stops it early, or MAX_STEPS in the middle of an epoch. Where FILE is missing, rank 0 makes it and kills itself
 after the training.
 """
@@ -10,13 +10,14 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
-from transformers import EarlyStoppingCallback, Trainer, TrainerCallback, TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_callback import ExportableState
 
 import trainstation as ts
@@ -32,6 +33,7 @@ class Rows(Dataset[dict[str, Tensor]]):
         return SAMPLES
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
+        time.sleep(0.002)
         return {"inputs": self.inputs[index], "labels": (self.inputs[index].sum() > 0).long()}
 
 
@@ -44,8 +46,8 @@ class Model(nn.Module):
         return {"loss": nn.functional.cross_entropy(self.net(inputs), labels)}
 
 
-class Count(TrainerCallback, ExportableState):  # type: ignore[misc]
-    """Counts the begins and the ends of updates."""
+class Count(TrainerCallback, ExportableState):
+    """Counts the begins and the ends of updates, and ends the training."""
 
     def __init__(self, begun: int = 0, ended: int = 0) -> None:
         self.begun, self.ended = begun, ended
@@ -59,6 +61,9 @@ class Count(TrainerCallback, ExportableState):  # type: ignore[misc]
     def on_step_end(self, *_: Any, **__: Any) -> None:
         self.ended += 1
 
+    def on_evaluate(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        control.should_training_stop |= state.global_step >= 60
+
 
 def main() -> None:
     session = ts.session(seed=0, save_every=4, log_samples=True)
@@ -70,10 +75,10 @@ def main() -> None:
             str(file.parent / "out"), num_train_epochs=20, max_steps=max_steps, report_to="none", disable_tqdm=True,
             per_device_train_batch_size=BATCH_SIZE // int(os.environ["LOCAL_WORLD_SIZE"]),
             gradient_accumulation_steps=2, learning_rate=0.02, logging_steps=2, eval_strategy="steps", eval_steps=3,
-            save_strategy="no", metric_for_best_model="loss", use_cpu=True,
+            save_strategy="no", use_cpu=True,
         ),
         train_dataset=data, eval_dataset=data,
-        callbacks=[Count()] + ([] if max_steps > 0 else [EarlyStoppingCallback(3, 0.03)]),
+        callbacks=[Count()],
     )  # fmt: skip
     session.huggingface(trainer)
     next(iter(trainer.get_train_dataloader()))
