@@ -254,8 +254,8 @@ class Session:
             count: number of epochs; None: without end.
         """
         with self._looping(_EPOCHS, count):
-            numbers = itertools.count(self._at.epoch) if count is None else range(self._at.epoch, count)
-            for epoch in () if self._was_left else numbers:
+            end = 0 if self._was_left else count
+            for epoch in itertools.count(self._at.epoch) if end is None else range(self._at.epoch, end):
                 self._passes, self._place.parting.at = 0, epoch + 1
                 if not self._at.batch:
                     self._means.clear()
@@ -276,7 +276,7 @@ class Session:
         """Yield the numbers of steps, from 0, for a loop without a loader. After a resume they begin with the first
         one that the checkpoint lacks."""
         with self._looping(_RANGE, count):
-            for step in () if self._was_left else range(self._at.batch, count):
+            for step in range(count if self._was_left else self._at.batch, count):
                 self._place.parting.at = step + 1
                 self.before_batch(step)
                 yield step
