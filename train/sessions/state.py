@@ -284,6 +284,11 @@ class State:
         if is_of_library or (not self.made_update and any(isinstance(one, DTensor) for one in parameters)):
             self._place.not_exact(f"gradients: were accumulated after step {self.updates}, are lost in a resume")
 
+    @property
+    def _kinds(self) -> dict[str, str]:
+        """Return the classes of what is registered. A module's may vary: its state tells whether it fits."""
+        return {name: type(one.value).__name__ for name, one in self._objects.items() if not isinstance(one, Module)}
+
     def gather(self, value: T) -> list[T]:
         """Return every rank's value on every rank."""
         return self._world.gather(value)
@@ -340,7 +345,8 @@ class State:
         tree = {"states": states, "gradients": gradients, "refs": parts.refs, "values": values}
         problem, rest = "", b""
         try:
-            rest = objects.packed(tree | {"updates": self._updates.state(), "settings": self._settings})
+            settings = {"updates": self._updates.state(), "settings": self._settings, "kinds": self._kinds}
+            rest = objects.packed(tree | settings)
         except ValueError as error:
             problem = self._problem(states, values, error)
         sums = by_rank.sums_of(parts.tensors) if world.size > 1 else {}
@@ -467,7 +473,8 @@ class State:
                 "warning: %s is of %d ranks, and this run has %d: sums differ in the last bits%s",
                 folder.name, before, self._place.size, own,
             )  # fmt: skip
-        left: list[str] = []
+        kinds = rest["kinds"]
+        left = [f"{name}: was {kinds.get(name)}, is {now}" for name, now in self._kinds.items() if kinds.get(name) != now]
         for name, one in sorted(self._objects.items(), key=lambda item: item[1].order):
             try:
                 one.prepare(rest["states"][name])
