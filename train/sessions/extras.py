@@ -159,7 +159,7 @@ def _same(one: Any, other: Any) -> bool:
 
 
 def _text(value: Any) -> str:
-    if isinstance(value, tuple):
+    if isinstance(value, tuple) and value and isinstance(value[0], torch.dtype):
         return f"{_text(value[0])} of shape {list(value[1])}"
     return str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else repr(value)[:80]
 
