@@ -1,13 +1,20 @@
-"""The state of a session: what is registered, its checkpoints, its updates, and the digest of its weights."""
+"""The state of a session: what is registered, its checkpoints and snapshots, its updates, and its weights' digest.
+
+A checkpoint is written behind training: the state is copied to host memory, and a thread writes and publishes it. Its
+collectives have a group of their own.
+"""
 
 from __future__ import annotations
 
+import concurrent.futures
+import contextlib
 import dataclasses
 import datetime
 import json
 import logging
 import os
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -17,18 +24,24 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from .. import faults, screen
 from ..checkpoint import manifest as manifests
+from ..checkpoint.buffers import Buffers
 from ..checkpoint.commit import CannotSave, Committer, Content
 from ..checkpoint.load import reason_of
-from ..checkpoint.shares import Shares
-from ..checkpoint.state_dict import weights_sha256
+from ..checkpoint.newest import ResumeState, newest_state, newest_valid
+from ..checkpoint.serialize import Serialized
+from ..checkpoint.staging import Staging
+from ..checkpoint.state_dict import size_of, weights_sha256
 from ..checkpoint.writer import DurableWriter
 from ..config.schema import Checkpoint
 from ..errors import Refused, TrainingFailed, one_line
 from ..parallel.world import World
 from ..run import durable, heartbeat, owner
 from ..run.run_folder import Run
+from ..supervise import memory
 from . import buckets, by_rank, objects
+from .memory import InMemory, Memory
 from .objects import Module, Optimizer, Parts, Registered
 from .reading import Reading
 from .updates import LONG, Updates, are_zero
@@ -52,6 +65,14 @@ class Place(Protocol):
     run: Run
     attempt: int
 
+    local_size: int
+    snapshot_memory: str
+    """Address of the memory for snapshots; '': none."""
+
+    @property
+    def is_written(self) -> bool:
+        """Whether the disk has taken all lines of metrics.jsonl."""
+
     def beat(self, phase: int, step: int) -> None:
         """Give a sign of life."""
 
@@ -64,7 +85,7 @@ class Place(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Position:
-    """Where a loop stands: what comes next. A batch equal to the length of the loader: the work at the epoch's end."""
+    """Where a loop stands: what comes next."""
 
     epoch: int = 0
     batch: int = 0
@@ -82,17 +103,39 @@ class Saved:
     """Length of metrics.jsonl at that time."""
     library: Path | None = None
     """The folder that a library has written."""
+    is_on_disk: bool = True
+    """Whether the newest checkpoint holds it."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Now:
+    """What a checkpoint or a snapshot holds besides the registered objects."""
+
+    position: Position
+    values: dict[str, Any]
+    """This rank's plain values."""
+    metrics_bytes: int
+    """Length of metrics.jsonl."""
 
 
 class State:
     """The registered objects and their checkpoints. Every method is called by all ranks alike."""
 
-    def __init__(self, place: Place, keep: int = Checkpoint.keep) -> None:
+    def __init__(self, place: Place, keep: int = Checkpoint.keep, snapshots: bool = True) -> None:
         """
         Args:
             keep: number of checkpoints to keep: the newest ones.
+            snapshots: whether copies in memory are wanted.
         """
         self._place, self._kept = place, Checkpoint(keep=keep, asynchronous=False)
+        self._wants_memory = snapshots
+        self._memory: Memory | None = None
+        self._now: Callable[[], Now] | None = None
+        """Returns what goes into a snapshot that is taken now."""
+        self._staging: Staging | None = None
+        self._pool = ThreadPoolExecutor(1, "save")
+        self._busy: Future[None] | None = None
+        """The checkpoint that is being written."""
         self._objects: dict[str, Registered] = {}
         self._settings: dict[str, dict[str, str]] = {}
         """How the objects were made, before a checkpoint was loaded."""
@@ -299,56 +342,100 @@ class State:
         self, position: Position, values: dict[str, Any], metrics_bytes: int, *, is_last: bool = False,
         write: Callable[[Path], None] | None = None,
     ) -> bool:  # fmt: skip
-        """Save a checkpoint. Returns whether it is on the disk; a warning says why not. Before the first update there
-        is nothing to save.
+        """Save a checkpoint, or start to. Returns whether there is or will be one; a warning says why not. Before the
+        first update there is nothing to save.
 
         The caller has made metrics.jsonl and the sample logs durable.
 
         Args:
-            is_last: no other save follows, so an older checkpoint gives way if the disk is full.
-            write: writes what a library saves by itself into a folder. Called on all ranks.
+            is_last: no other save follows: it is written before this returns, and an older checkpoint gives way if the
+                disk is full.
+            write: writes what a library saves by itself into a folder. Called on all ranks, which wait for it.
 
         Raises:
             TrainingFailed: a value cannot be saved, or this was the last chance.
         """
+        self.wait()
         if not position.updates:
             return False
         self._place.beat(heartbeat.SAVING, position.updates)
         if self._committer is None:
             self._committer = Committer(
-                self._place.run, self._world, kept=self._kept, attempt=self._place.attempt, saved=self._note_saved
-            )
+                self._place.run, self._world.with_own_group(_PATIENCE), kept=self._kept, attempt=self._place.attempt,
+                saved=self._note_saved,
+            )  # fmt: skip
+        own, size, facts = self._content(Now(position, values, metrics_bytes), is_library=write is not None)
+        is_behind = write is None and not is_last and self._has_room(own)
+        if is_behind:
+            self._staging = self._staging or Staging()
+            own = self._staging.copy(own)
+            faults.here("save.staged")
+        content, step = Content(size, lambda partial: self._write(partial, own, write), facts), position.updates
+        if is_behind:
+            self._busy = self._pool.submit(self._committer.commit, step, lambda: content)
+            return True
         try:
-            self._committer.commit(position.updates, lambda: self._content(position, values, metrics_bytes, write))
+            self._committer.commit(step, lambda: content)
         except CannotSave as error:
             if is_last and (older := self._committer.make_room(error)):
                 log.warning("warning: %s; the checkpoint of step %d was removed for the last one", error, older)
                 return self.save(position, values, metrics_bytes, is_last=True, write=write)
             if is_last:
-                text = f"the checkpoint of step {position.updates} could not be saved: {error}"
-                raise TrainingFailed(text) from error
-            if self._place.rank == 0:
-                log.warning("warning: a checkpoint could not be saved (%s); training continues", error)
+                raise TrainingFailed(f"the checkpoint of step {step} could not be saved: {error}") from error
+            self._say_not_saved(error)
             return False
         return True
+
+    def wait(self) -> bool:
+        """Wait for the checkpoint that is being written. Returns whether there was none or it is on the disk.
+
+        Raises:
+            RuntimeError: another rank is gone.
+        """
+        busy, self._busy = self._busy, None
+        try:
+            if busy is not None:
+                busy.result()
+        except CannotSave as error:
+            self._say_not_saved(error)
+            return False
+        return True
+
+    def settle(self, seconds: float) -> None:
+        """Give the checkpoint that is being written some time, as the process fails."""
+        if self._busy is not None:
+            concurrent.futures.wait([self._busy], seconds)
+
+    def _say_not_saved(self, error: CannotSave) -> None:
+        if self._place.rank == 0:
+            log.warning("warning: a checkpoint could not be saved (%s); training continues", error)
+
+    def _has_room(self, own: dict[str, Any]) -> bool:
+        """Whether all ranks have memory for a copy of what they write."""
+        needed = size_of(own) - (self._staging.bytes if self._staging is not None else 0)
+        return not self._world.any(needed * self._place.local_size > memory.left() / 2)
 
     def _note_saved(self, step: int) -> None:
         self._place.run.note(saved_step=step, step=step)  # a script may log no lines
 
-    def _content(
-        self, position: Position, values: dict[str, Any], metrics_bytes: int, write: Callable[[Path], None] | None
-    ) -> Content:  # fmt: skip
-        """Return what a checkpoint will hold. A collective."""
-        parts, world = Parts(), self._world
+    def _take_apart(self, parts: Parts, values: dict[str, Any], *, is_library: bool = False) -> dict[str, Any]:
+        """Return the state in plain values, after its tensors were put into `parts`."""
         states = {name: one.take_apart(parts) for name, one in self._objects.items()}
-        gradients = self._gradients(parts) if write is None else {}
-        tree = {"states": states, "gradients": gradients, "refs": parts.refs, "values": values}
+        return {
+            "states": states, "gradients": {} if is_library else self._gradients(parts), "refs": parts.refs,
+            "values": values, "updates": self._updates.state(), "settings": self._settings, "kinds": self._kinds,
+        }  # fmt: skip
+
+    def _content(self, now: Now, *, is_library: bool) -> tuple[dict[str, Any], int, dict[str, Any]]:
+        """Return what a checkpoint will hold: what this rank writes, the bytes of all ranks, and facts for the
+        manifest. A collective."""
+        parts, world = Parts(), self._world
+        tree = self._take_apart(parts, now.values, is_library=is_library)
         problem, rest = "", b""
         try:
-            settings = {"updates": self._updates.state(), "settings": self._settings, "kinds": self._kinds}
-            rest = objects.packed(tree | settings)
+            rest = objects.packed(tree)
         except ValueError as error:
-            problem = self._problem(states, values, error)
+            problem = self._problem(tree["states"], now.values, error)
         sums = by_rank.sums_of(parts.tensors) if world.size > 1 else {}
         found = world.gather((problem, sums, by_rank.digest_of(rest)))
         if problem := next(filter(None, (one[0] for one in found)), ""):
@@ -363,14 +450,13 @@ class State:
             for (section, name), tensor in parts.tensors.items():
                 own.setdefault(section, {})[name] = tensor
         facts = {
-            "epoch": position.epoch + 1, "world_size": world.size, "torch": torch.__version__,
+            "epoch": now.position.epoch + 1, "world_size": world.size, "torch": torch.__version__,
             "session": {
-                "registered": list(self._objects), "modules": list(self.modules), "metrics_bytes": metrics_bytes,
-                "position": dataclasses.asdict(position), "library": write is not None,
+                "registered": list(self._objects), "modules": list(self.modules), "metrics_bytes": now.metrics_bytes,
+                "position": dataclasses.asdict(now.position), "library": is_library,
             },
         }  # fmt: skip
-        size = sum(tensor.nbytes for tensor in parts.tensors.values())  # DTensors count as a whole
-        return Content(size, lambda partial: self._write(partial, own, write), facts)
+        return own, sum(tensor.nbytes for tensor in parts.tensors.values()), facts  # DTensors count as a whole
 
     def _gradients(self, parts: Parts) -> dict[str, Any]:
         """Return the gradients that a later step may use, by object and parameter.
@@ -421,7 +507,8 @@ class State:
     def _write(
         self, partial: Path, own: dict[str, Any], write: Callable[[Path], None] | None
     ) -> manifests.Files:  # fmt: skip
-        writer, world = DurableWriter(partial), self._world
+        assert self._committer is not None
+        writer, world = DurableWriter(partial), self._committer.world
         dcp.save(own, storage_writer=writer, process_group=world.group, no_dist=world.size == 1)
         files = {name: entry for part in world.gather(writer.entries) for name, entry in part.items()}
         if write is None:
@@ -431,6 +518,53 @@ class State:
         world.barrier()
         return files | world.on_first(lambda: dict(_durable(partial)))
 
+    # --- snapshots in memory
+
+    def copy_wish(self, every: int) -> int:
+        """Return the number of updates between two copies that this rank wants, if the ranks should agree on another
+        than the present one; else 0."""
+        return self._memory.wish(self.updates, every) if self._memory is not None and self._place.rank == 0 else 0
+
+    def copy(self, now: Callable[[], Now], is_due: bool) -> bool:
+        """Copy the state into memory, if that is due and no gradient is pending. Returns whether it was copied. Called
+        at each border."""
+        if self._memory is None or not self.updates:
+            return False
+        self._now, is_due = now, is_due and self.is_clean
+        self._memory.after_border(self.updates, is_due)
+        return is_due
+
+    def take_apart(self, into: Serialized) -> dict[str, Any]:
+        """Return the state with references instead of tensors, for a snapshot."""
+        assert self._now is not None
+        parts, now = Parts(), self._now()
+        tree = self._take_apart(parts, now.values)
+        tensors = {key: into.add(tensor) for key, tensor in parts.tensors.items()}
+        return tree | {"tensors": tensors, "position": now.position, "metrics_bytes": now.metrics_bytes}
+
+    def _open_memory(self) -> None:
+        """Open this rank's memory for copies, if all ranks have one. A collective."""
+        place, world, buffers = self._place, self._world, None
+        if self._wants_memory and place.snapshot_memory:
+            try:
+                buffers = Buffers(place.snapshot_memory, place.local_rank)
+            except OSError as error:
+                log.warning("warning: no snapshots in memory: %s", error)
+        if world.any(buffers is None) or buffers is None:
+            return
+        kinds = {name: type(one.value).__name__ for name, one in self._objects.items()}
+        fingerprint = json.dumps([kinds, torch.__version__, place.rank, place.size])
+        parts = Parts()
+        self._take_apart(parts, {})
+        device = next((tensor.device for tensor in parts.tensors.values() if tensor.is_cuda), _CPU)
+        self._memory = Memory(buffers, world=world, fingerprint=fingerprint, attempt=place.attempt, device=device)
+        self._memory.attach(self, lambda: place.is_written, self._say)
+
+    def _say(self, line: str) -> None:
+        if self._place.rank == 0:
+            with contextlib.suppress(OSError):
+                screen.remark(line)
+
     # --- loading
 
     def load(self) -> Saved | None:
@@ -439,23 +573,26 @@ class State:
         Raises:
             Refused: it does not fit what is registered.
         """
-        run, place = self._place.run, self._place
-
-        def newest(check: manifests.CheckFiles) -> tuple[int, dict[str, Any]]:
-            manifests.clean(run)  # what a kill left
-            step, manifest, unused = manifests.newest_valid(run, sets_aside=True, check=check)
-            for line in unused:
-                log.warning("warning: %s", line)
-            return step, manifest
-
+        run, place, content = self._place.run, self._place, None
         if place.size > 1 and not self._objects and not dist.is_initialized():  # a library connects its ranks later
-            step, manifest = json.loads(
-                place.agree("checkpoint", lambda: json.dumps(newest(manifests.check_files)))
-            )  # fmt: skip
+            start = ResumeState(*json.loads(place.agree("checkpoint", lambda: json.dumps(self._newest()))))
         else:
-            shares = Shares(run, self._world, lambda: place.beat(heartbeat.STARTING, 0))
-            step, manifest = shares.on_first(lambda: newest(shares.check))
-        return self._load(run.checkpoint(step), manifest) if manifest else None
+            if self._objects:
+                self._open_memory()
+            start, content = newest_state(run, self._world, self._memory, lambda: place.beat(heartbeat.STARTING, 0))
+        if content is not None:
+            return self._load_from_memory(InMemory(content), start)
+        return self._load(run.checkpoint(start.step), start.manifest) if start.manifest else None
+
+    def _newest(self) -> tuple[int, int, dict[str, Any]]:
+        manifests.clean(self._place.run)  # what a kill left
+        step, manifest = newest_valid(self._place.run, sets_aside=True)
+        return step, step, manifest
+
+    def _load_from_memory(self, reading: InMemory, start: ResumeState) -> Saved:
+        rest = reading.rest()
+        self._load_objects(reading, rest, f"the snapshot of step {start.step}")
+        return Saved(rest["position"], rest["values"], rest["metrics_bytes"], is_on_disk=start.saved == start.step)
 
     def _load(self, folder: Path, manifest: dict[str, Any]) -> Saved:
         self._check_fits(folder, manifest)
@@ -473,8 +610,16 @@ class State:
                 "warning: %s is of %d ranks, and this run has %d: sums differ in the last bits%s",
                 folder.name, before, self._place.size, own,
             )  # fmt: skip
+        self._load_objects(reading, rest, f"the checkpoint {folder.name}")
+        library = folder / LIBRARY if facts["library"] else None
+        return Saved(Position(**facts["position"]), rest["values"], facts["metrics_bytes"], library)
+
+    def _load_objects(self, reading: Reading | InMemory, rest: dict[str, Any], name_of: str) -> None:
+        """Load the registered objects, pending gradients and the counts of updates."""
         kinds = rest["kinds"]
-        left = [f"{name}: was {kinds.get(name)}, is {now}" for name, now in self._kinds.items() if kinds.get(name) != now]
+        left = [
+            f"{name}: was {kinds.get(name)}, is {now}" for name, now in self._kinds.items() if kinds.get(name) != now
+        ]
         for name, one in sorted(self._objects.items(), key=lambda item: item[1].order):
             try:
                 one.prepare(rest["states"][name])
@@ -482,14 +627,12 @@ class State:
                 self._gradients_read[name] = reading.state(rest["gradients"].get(name, {}), one)
             except Exception as error:  # of torch, or of the user's load_state_dict
                 why = reason_of(error) if isinstance(error, dcp.api.CheckpointException) else one_line(error)[:300]
-                raise Refused(f"{name} does not fit the checkpoint {folder.name}: {why}") from error
+                raise Refused(f"{name} does not fit {name_of}: {why}") from error
         for line in left:
             self._place.not_exact(line)
         self._updates.load(rest["updates"])
         for name, before in rest.get("settings", {}).items() if self._place.rank == 0 else ():
             self._say_replaced(name, before, self._settings.get(name, {}))
-        library = folder / LIBRARY if facts["library"] else None
-        return Saved(Position(**facts["position"]), rest["values"], facts["metrics_bytes"], library)
 
     def _say_replaced(self, name: str, before: dict[str, str], now: dict[str, str]) -> None:
         """Say which settings of this script the checkpoint has replaced: nothing that a user sets is ignored."""

@@ -28,6 +28,9 @@ class Where:
     size: int = 1
     local_rank: int = 0
     attempt: int = 1
+    local_size: int = 1
+    snapshot_memory: str = ""
+    is_written: bool = True
     named: list[str] = dataclasses.field(default_factory=list)
 
     def beat(self, phase: int, step: int) -> None:
@@ -43,7 +46,12 @@ class Where:
 
 def where(folder: Path, rank: int = 0, size: int = 1) -> Where:
     folder.mkdir(exist_ok=True)
-    return Where(Run(folder), rank, size, rank)
+    return Where(Run(folder), rank, size, rank, local_size=size)
+
+
+def save_now(state: State, position: Position, values: dict[str, Any], metrics_bytes: int = 0) -> bool:
+    """Save, and wait until the checkpoint is on the disk."""
+    return state.save(position, values, metrics_bytes) and state.wait()
 
 
 def ranks(size: int, body: Callable[..., Any], *arguments: Any) -> list[Any]:
@@ -94,5 +102,5 @@ def loop(state: State, step: Callable[[int], Any], steps: int, *, every: int, ki
             os.kill(os.getpid(), signal.SIGKILL)
         at = Position(0, number + 1, state.updates)
         if state.is_clean and state.updates and state.updates % every == 0:
-            assert state.save(at, {"rank": state._place.rank, "at": number}, 0)
+            assert save_now(state, at, {"rank": state._place.rank, "at": number})
         yield at

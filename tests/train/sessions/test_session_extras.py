@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import SWALR
 
-from tests.train.sessions.ranks import Where, loop, ranks, where
+from tests.train.sessions.ranks import Where, loop, ranks, save_now, where
 from train.checkpoint.load import weights_in
 from train.checkpoint.state_dict import weights_sha256
 from train.errors import Refused
@@ -58,7 +58,7 @@ def opened(place: Where, **objects: Any) -> State:
 
 
 def save(state: State, step: int = 1) -> None:
-    assert state.save(Position(0, step, step), {}, 0)
+    assert save_now(state, Position(0, step, step), {}, 0)
 
 
 @pytest.mark.parametrize("attempts", [1, 2])

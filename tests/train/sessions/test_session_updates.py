@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.train.sessions.ranks import where
+from tests.train.sessions.ranks import save_now, where
 from train.sessions.state import Position, State
 
 pytestmark = pytest.mark.never_forgiven
@@ -70,7 +70,7 @@ def test_a_step_that_the_scaler_skips_counts(tmp_path: Path) -> None:
         state.border()
         assert state.updates == number + 1 and state.is_clean
         assert torch.equal(model.weight, before) == (number < 2)
-    assert state.save(Position(0, 3, 3), {}, 0)
+    assert save_now(state, Position(0, 3, 3), {}, 0)
     model_2 = nn.Linear(2, 2)
     scaler_2 = torch.amp.GradScaler("cpu")
     optimizer_2 = torch.optim.SGD(model_2.parameters(), lr=0.1)
@@ -107,7 +107,7 @@ def test_two_optimizers_of_a_gan_make_one_update_a_batch(tmp_path: Path) -> None
             step(given)
             state.border()
             assert state.updates == number + 1 and state.is_clean
-        assert state.save(Position(0, steps, steps), {}, 0)
+        assert save_now(state, Position(0, steps, steps), {}, 0)
         return state
 
     whole = run(tmp_path / "whole", 6).digest()
@@ -208,7 +208,7 @@ def test_what_changes_registered_weights_is_an_update(tmp_path: Path, kind: str)
             scheduler.step()
             state.border()
             assert state.updates == number + 1 and state.is_clean
-        assert state.save(Position(0, steps, steps), {}, 0) and not place.named
+        assert save_now(state, Position(0, steps, steps), {}, 0) and not place.named
         return state.digest()
 
     whole = run(tmp_path / "whole", 6)
@@ -268,7 +268,7 @@ def test_pending_gradients_are_saved_and_come_back_where_the_loop_continues(tmp_
                 optimizer.step()
                 optimizer.zero_grad(set_to_none=set_to_none)
             state.border()
-        assert state.save(Position(0, last, state.updates), {}, 0)
+        assert save_now(state, Position(0, last, state.updates), {}, 0)
         return state.digest()
 
     whole = run(tmp_path / "whole", 0, 9)
