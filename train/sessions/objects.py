@@ -169,7 +169,7 @@ def _with_functions(saved: Any, own: Any, path: str, left: list[str]) -> Any:
 class Registered:
     """A scheduler, a scaler, or any object with state_dict and load_state_dict."""
 
-    order = 2
+    order = 3
     """Objects are loaded by this number: an optimizer's moments take the dtypes of parameters."""
 
     def __init__(self, name: str, value: Any) -> None:
@@ -316,7 +316,7 @@ class Optimizer(Registered):
     value: torch.optim.Optimizer
     order = 1
     outer: Optimizer | None = None
-    """The optimizer that holds this one and shares its groups, as SAM does."""
+    """The optimizer that holds this one and shares its groups, as SAM does. It is loaded before."""
 
     def __init__(self, name: str, value: torch.optim.Optimizer) -> None:
         super().__init__(name, value)
@@ -324,6 +324,11 @@ class Optimizer(Registered):
         """The registered modules, by whose names parameters are found."""
         self._made = len(value.param_groups)
         """Groups at `register`. Training may add others."""
+
+    def share_groups(self, outer: Optimizer) -> None:
+        """Share groups after loading, if both share them now."""
+        if self.value.param_groups is outer.value.param_groups:
+            self.outer, self.order = outer, 2
 
     @property
     def parameters(self) -> list[Tensor]:

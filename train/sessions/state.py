@@ -207,14 +207,14 @@ class State:
         if not given:
             raise Refused("session.register() has nothing to register; give it names: register(model=model)")
         made = {name: objects.registered(name, value) for name, value in given.items()}
-        known = {id(one.value) for one in made.values()}
-        for one in list(made.values()):
+        known = {id(one.value): one for one in made.values()}
+        for one in sorted(made.values(), key=lambda one: one.order):
             for name, held in objects.held_optimizers(one).items():
-                if id(held := objects.unwrapped(held)) not in known:
-                    known.add(id(held))
-                    made[name] = inner = Optimizer(name, held)
-                    shares = isinstance(one, Optimizer) and one.value.param_groups is held.param_groups
-                    inner.outer = one if isinstance(one, Optimizer) and shares else None
+                inner = known.get(id(held := objects.unwrapped(held)))
+                if inner is None:
+                    made[name] = known[id(held)] = inner = Optimizer(name, held)
+                if isinstance(one, Optimizer) and isinstance(inner, Optimizer):
+                    inner.share_groups(one)
         self._check_scalers(given)
         for one in made.values():
             self._check_plain(one)
