@@ -287,7 +287,7 @@ class Module(Registered):
 
     def load(self, state: Any) -> list[str]:
         modules = self._modules()
-        self._first = state["first"].cpu()
+        self._first = state["first"].cpu().clone()
         left = self._extras.restore(modules, unpacked(self._first.numpy().tobytes()), state["extras"])
         saved, own = state["state"], self.names()
         for these, those, what in ((saved, own, "not in the model"), (own, saved, "not in the checkpoint")):
@@ -396,7 +396,8 @@ class Optimizer(Registered):
         left = super().load(state := state["state"])
         if self.outer is not None:
             self.value.param_groups = self.outer.value.param_groups
-        missing = [name for group in self.value.param_groups for name in self.value.defaults if name not in group]
+        needed = getattr(self.value, "defaults", {})  # some wrappers leave out Optimizer.__init__
+        missing = [name for group in self.value.param_groups for name in needed if name not in group]
         if missing:
             raise ValueError(f"the saved groups have no {missing[0]}, so they are of another class of optimizers")
         # torch casts moments to the type of their parameter, but some optimizers keep them in fp32 for bf16 weights
