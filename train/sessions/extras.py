@@ -6,6 +6,7 @@ an argument has changed it. That stays as the script made it, and is named.
 
 from __future__ import annotations
 
+import copy
 import weakref
 from collections.abc import Mapping
 from typing import Any
@@ -24,6 +25,8 @@ Look = dict[tuple[str, str], Any]
 _OF_TORCH = frozenset(vars(nn.Module()))
 """Attributes of every module."""
 _TYPES = (int, float, bool, str, type(None))
+_LONGEST = 1000
+"""Maximum length of a list or dict that is looked at."""
 _SHOWN = 3
 """Maximum number of lines that name differences of one module."""
 
@@ -48,11 +51,21 @@ def look(modules: Modules) -> Look:
         for name, buffer in buffers_of(module).items():
             found[BUFFER, start + name] = None if buffer is None else (*_kind(buffer), is_persistent(module, name))
         for name, value in vars(module).items():
-            if type(value) in _TYPES and name not in _OF_TORCH:
-                found[PLAIN, start + name] = value
+            if name not in _OF_TORCH and _is_plain(value):
+                found[PLAIN, start + name] = copy.copy(value)
             elif _is_plain_tensor(value):
                 found[TENSOR, start + name] = *_kind(value), False
     return found
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether a value is plain: a number, a text, None, or a short list, tuple or dict of them."""
+    if type(value) in _TYPES:
+        return True
+    if type(value) not in (list, tuple, dict) or len(value) > _LONGEST:
+        return False
+    inner = [*value, *value.values()] if isinstance(value, dict) else value
+    return all(type(one) in _TYPES for one in inner)
 
 
 def _kind(tensor: Tensor) -> tuple[torch.dtype, tuple[int, ...]]:
@@ -82,35 +95,38 @@ class Extras:
     """
 
     def __init__(self, modules: Modules) -> None:
-        self._first = look(modules)
+        self.first = look(modules)
         """As it was at `register` of the run's first start."""
         self._made = {name: (weakref.ref(one), version_of(one)) for name, one in _tensors(modules).items()}
 
     def state(self, modules: Modules) -> dict[str, Any]:
-        """Return plain values for a checkpoint."""
-        now, first = look(modules), self._first
+        """Return plain values for a checkpoint: the differences from `first`."""
+        now, first = look(modules), self.first
         changed = {key: value for key, value in now.items() if key not in first or not _same(value, first[key])}
-        return {"first": first, "changed": changed, "gone": [key for key in first if key not in now]}
+        return {"changed": changed, "gone": [key for key in first if key not in now]}
 
     def tensors(self, modules: Modules) -> dict[str, Tensor]:
         """Return those tensors that the state dict lacks and that were written to since `register`: a mask or a table
         that never changes needs no place."""
         found = {}
         for name, tensor in _tensors(modules).items():
-            made, first = self._made.get(name), self._first.get((BUFFER, name)) or self._first.get((TENSOR, name))
+            made, first = self._made.get(name), self.first.get((BUFFER, name)) or self.first.get((TENSOR, name))
             is_as_made = made is not None and made[0]() is tensor and made[1] == version_of(tensor)
             if not is_as_made or first is None or first[:2] != _kind(tensor):
                 found[name] = tensor.detach()
         return found
 
-    def restore(self, modules: Modules, state: Mapping[str, Any]) -> list[str]:
+    def restore(self, modules: Modules, first: Look, state: Mapping[str, Any]) -> list[str]:
         """Restore all but the values of tensors, before they are loaded. Returns lines `NAME: was A, is B` for what an
         argument of the script has changed.
+
+        Args:
+            first: that of the checkpoint.
 
         Raises:
             ValueError: a module is missing.
         """
-        self._first = first = state["first"]
+        self.first = first
         saved = first | state["changed"]
         for key in state["gone"]:
             del saved[key]
@@ -139,11 +155,11 @@ class Extras:
 
 
 def _same(one: Any, other: Any) -> bool:
-    return type(one) is type(other) and repr(one) == repr(other)
+    return type(one) is type(other) and (one == other or repr(one) == repr(other))  # nan is not equal to itself
 
 
 def _text(value: Any) -> str:
-    if isinstance(value, tuple):
+    if isinstance(value, tuple) and value and isinstance(value[0], torch.dtype):
         return f"{_text(value[0])} of shape {list(value[1])}"
     return str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else repr(value)[:80]
 
@@ -170,6 +186,11 @@ def _put(modules: Modules, key: tuple[str, str], value: Any) -> None:
         vars(module).pop(own, None)
     elif kind == TENSOR:
         vars(module)[own] = torch.zeros(value[1], dtype=value[0], device=_device(modules, module))
+    elif isinstance(value, list) and isinstance(before := vars(module).get(own), list):
+        before[:] = value  # the script may hold it too
+    elif isinstance(value, dict) and isinstance(before := vars(module).get(own), dict):
+        before.clear()
+        before.update(value)
     else:
         vars(module)[own] = value
 

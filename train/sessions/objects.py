@@ -169,7 +169,7 @@ def _with_functions(saved: Any, own: Any, path: str, left: list[str]) -> Any:
 class Registered:
     """A scheduler, a scaler, or any object with state_dict and load_state_dict."""
 
-    order = 2
+    order = 3
     """Objects are loaded by this number: an optimizer's moments take the dtypes of parameters."""
 
     def __init__(self, name: str, value: Any) -> None:
@@ -231,6 +231,8 @@ class Module(Registered):
     def __init__(self, name: str, value: nn.Module) -> None:
         super().__init__(name, value)
         self._extras = Extras(self._modules())
+        self._first = _bytes_of(packed(self._extras.first))
+        """That of the extras. Packed once: it may be long, and never changes."""
 
     @property
     def is_compiled(self) -> bool:
@@ -277,14 +279,16 @@ class Module(Registered):
             name: parts.take_out(lambda _, key=(OBJECTS, f"{self.name}.beside.{name}"): key)(tensor)  # type: ignore[misc]
             for name, tensor in self._extras.tensors(modules).items()
         }
-        return {"state": found, "extras": self._extras.state(modules), "beside": beside}
+        first = parts.take_out(lambda _: (OBJECTS, f"{self.name}.first"))(self._first)
+        return {"state": found, "extras": self._extras.state(modules), "first": first, "beside": beside}
 
     def like(self, ref: Ref, number: int) -> Any:
         return self.value.state_dict().get(ref.of)
 
     def load(self, state: Any) -> list[str]:
         modules = self._modules()
-        left = self._extras.restore(modules, state["extras"])
+        self._first = state["first"].cpu().clone()
+        left = self._extras.restore(modules, unpacked(self._first.numpy().tobytes()), state["extras"])
         saved, own = state["state"], self.names()
         for these, those, what in ((saved, own, "not in the model"), (own, saved, "not in the checkpoint")):
             if missing := [name for name in these if name not in those]:
@@ -312,7 +316,7 @@ class Optimizer(Registered):
     value: torch.optim.Optimizer
     order = 1
     outer: Optimizer | None = None
-    """The optimizer that holds this one and shares its groups, as SAM does."""
+    """The optimizer that holds this one and shares its groups, as SAM does. It is loaded before."""
 
     def __init__(self, name: str, value: torch.optim.Optimizer) -> None:
         super().__init__(name, value)
@@ -320,6 +324,11 @@ class Optimizer(Registered):
         """The registered modules, by whose names parameters are found."""
         self._made = len(value.param_groups)
         """Groups at `register`. Training may add others."""
+
+    def share_groups(self, outer: Optimizer) -> None:
+        """Share groups after loading, if both share them now."""
+        if self.value.param_groups is outer.value.param_groups:
+            self.outer, self.order = outer, 2
 
     @property
     def parameters(self) -> list[Tensor]:
@@ -387,6 +396,10 @@ class Optimizer(Registered):
         left = super().load(state := state["state"])
         if self.outer is not None:
             self.value.param_groups = self.outer.value.param_groups
+        needed = getattr(self.value, "defaults", {})  # some wrappers leave out Optimizer.__init__
+        missing = [name for group in self.value.param_groups for name in needed if name not in group]
+        if missing:
+            raise ValueError(f"the saved groups have no {missing[0]}, so they are of another class of optimizers")
         # torch casts moments to the type of their parameter, but some optimizers keep them in fp32 for bf16 weights
         for number, parameter in enumerate(self.parameters):
             for name, saved in state["state"].get(number, {}).items():
@@ -467,6 +480,10 @@ def packed(values: Any) -> bytes:
     data = buffer.getvalue()
     unpacked(data)
     return data
+
+
+def _bytes_of(data: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 
 def unpacked(data: bytes) -> Any:

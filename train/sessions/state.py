@@ -207,14 +207,14 @@ class State:
         if not given:
             raise Refused("session.register() has nothing to register; give it names: register(model=model)")
         made = {name: objects.registered(name, value) for name, value in given.items()}
-        known = {id(one.value) for one in made.values()}
-        for one in list(made.values()):
+        known = {id(one.value): one for one in made.values()}
+        for one in sorted(made.values(), key=lambda one: one.order):
             for name, held in objects.held_optimizers(one).items():
-                if id(held := objects.unwrapped(held)) not in known:
-                    known.add(id(held))
-                    made[name] = inner = Optimizer(name, held)
-                    shares = isinstance(one, Optimizer) and one.value.param_groups is held.param_groups
-                    inner.outer = one if isinstance(one, Optimizer) and shares else None
+                inner = known.get(id(held := objects.unwrapped(held)))
+                if inner is None:
+                    made[name] = known[id(held)] = inner = Optimizer(name, held)
+                if isinstance(one, Optimizer) and isinstance(inner, Optimizer):
+                    inner.share_groups(one)
         self._check_scalers(given)
         for one in made.values():
             self._check_plain(one)
@@ -327,6 +327,11 @@ class State:
         if is_of_library or (not self.made_update and any(isinstance(one, DTensor) for one in parameters)):
             self._place.not_exact(f"gradients: were accumulated after step {self.updates}, are lost in a resume")
 
+    @property
+    def _kinds(self) -> dict[str, str]:
+        """Return the classes of what is registered. A module's may vary: its state tells whether it fits."""
+        return {name: type(one.value).__name__ for name, one in self._objects.items() if not isinstance(one, Module)}
+
     def gather(self, value: T) -> list[T]:
         """Return every rank's value on every rank."""
         return self._world.gather(value)
@@ -418,7 +423,7 @@ class State:
         states = {name: one.take_apart(parts) for name, one in self._objects.items()}
         return {
             "states": states, "gradients": {} if is_library else self._gradients(parts), "refs": parts.refs,
-            "values": values, "updates": self._updates.state(), "settings": self._settings,
+            "values": values, "updates": self._updates.state(), "settings": self._settings, "kinds": self._kinds,
         }  # fmt: skip
 
     def _content(self, now: Now, *, is_library: bool) -> tuple[dict[str, Any], int, dict[str, Any]]:
@@ -611,7 +616,10 @@ class State:
 
     def _load_objects(self, reading: Reading | InMemory, rest: dict[str, Any], name_of: str) -> None:
         """Load the registered objects, pending gradients and the counts of updates."""
-        left: list[str] = []
+        kinds = rest["kinds"]
+        left = [
+            f"{name}: was {kinds.get(name)}, is {now}" for name, now in self._kinds.items() if kinds.get(name) != now
+        ]
         for name, one in sorted(self._objects.items(), key=lambda item: item[1].order):
             try:
                 one.prepare(rest["states"][name])

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ..parallel.strategy import local
-from ..parallel.torch_private import version_of
+from ..parallel.torch_private import versions_of
 
 LONG = 50
 """Batches without an update after which a line asks for the optimizer, and stops are agreed without updates."""
@@ -107,14 +107,17 @@ class Updates:
             return
         self._in_body[name] = self._in_body.get(name, 0) + 1
         self._has_ever_stepped, self._last = True, _parameters(optimizer)
-        with_gradient = [parameter for parameter in self._last if parameter.grad is not None]
-        gradients = [parameter.grad for parameter in with_gradient]
-        seen = zip(map(weakref.ref, gradients), map(_version, gradients), strict=True)
-        self._used.update(zip(map(id, with_gradient), seen, strict=True))
+        pairs = [(id(parameter), gradient) for parameter in self._last if (gradient := parameter.grad) is not None]
+        versions = versions_of([_local(gradient) for _, gradient in pairs])
+        self._used.update(
+            (key, (weakref.ref(gradient), version)) for (key, gradient), version in zip(pairs, versions, strict=True)
+        )
 
     def _counts(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether an optimizer that is not registered changes registered parameters. Names it where it lives longer
         than a body: then it has a state that no checkpoint holds."""
+        if not self._ids:  # nothing is registered yet
+            return False
         first = self._others.get(optimizer)
         if first is None:
             changes = any(id(parameter) in self._ids for parameter in _parameters(optimizer))
@@ -150,7 +153,7 @@ class Updates:
         return self._versions != before
 
     def _count_writes(self) -> int:
-        return sum(_version(one) for each in self._optimizers for one in _parameters(each))
+        return sum(versions_of([_local(one) for each in self._optimizers for one in _parameters(each)]))
 
     def _ask(self) -> None:
         """Say which optimizer to register, if gradients are computed and nothing is updated."""
@@ -184,7 +187,7 @@ class Updates:
     def is_used(self, parameter: Tensor) -> bool:
         """Whether a step has used this parameter's gradient, and nothing was written to it since."""
         used, gradient = self._used.get(id(parameter)), parameter.grad
-        return used is not None and used[0]() is gradient and used[1] == _version(gradient)
+        return used is not None and used[0]() is gradient and [used[1]] == versions_of([_local(gradient)])
 
     def state(self) -> dict[str, Any]:
         """Return plain values for a checkpoint."""
@@ -207,8 +210,8 @@ def _parameters(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
-def _version(tensor: Any) -> int:
-    return version_of(local(tensor.detach()) if isinstance(tensor, DTensor) else tensor)
+def _local(tensor: Any) -> Tensor:
+    return local(tensor.detach()) if isinstance(tensor, DTensor) else tensor
 
 
 def are_zero(gradients: list[Tensor]) -> bool:

@@ -124,12 +124,18 @@ def test_a_part_that_is_thawed_in_training_stays_so(tmp_path: Path, add: bool) -
     whole = run(tmp_path / "whole", 9, 9, [3])
     run(tmp_path / "parts", 6, 2, [3])
     assert run(tmp_path / "parts", 9, 3, [6]) == whole
-    if add:
-        model, optimizer = thawed(add)
-        other = nn.Sequential(model[1])  # lacks what was added
-        other.register_module("0", model[1])
-        with pytest.raises(Refused, match=r"does not fit .*"):
-            opened(where(tmp_path / "parts"), model=other, optimizer=optimizer).load()
+
+
+def test_a_group_whose_parameters_no_module_has_is_refused_with_the_way_out(tmp_path: Path) -> None:
+    model, optimizer = thawed(True)
+    state = opened(where(tmp_path), model=model, optimizer=optimizer)
+    optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
+    save(state)
+    model, optimizer = thawed(True)
+    with pytest.raises(Refused, match=r"added a group of parameters; add it before session\.register on a resume"):
+        opened(where(tmp_path), model=model, optimizer=optimizer).load()
+    optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
+    assert opened(where(tmp_path), model=model, optimizer=optimizer).load() is not None
 
 
 def test_swalr_is_taken_and_its_function_is_the_scripts(tmp_path: Path) -> None:
@@ -211,3 +217,13 @@ def test_a_tensor_carried_between_batches_comes_back(tmp_path: Path) -> None:
     again = Cell()
     assert opened(where(tmp_path), cell=again).load() is not None
     assert torch.equal(again(torch.ones(2)), cell(torch.ones(2)))
+
+
+def test_another_class_of_optimizers_is_refused_if_it_cannot_step_with_the_saved_groups(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    save(opened(where(tmp_path), model=model, optimizer=torch.optim.Adam(model.parameters())))
+    place = where(tmp_path)
+    assert opened(place, model=model, optimizer=torch.optim.AdamW(model.parameters())).load() is not None
+    assert place.named == ["optimizer: was Adam, is AdamW"]
+    with pytest.raises(Refused, match="the saved groups have no momentum, so they are of another class"):
+        opened(where(tmp_path), model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1)).load()
