@@ -381,7 +381,7 @@ class Session:
         elif self._driver in ("", _RANGE):
             raise Refused(f"iterate over the loader inside: for epoch in session.epochs(…); {_PEEK}")
         self._passes, self._first = self._passes + 1, batch
-        if self._log_samples and self._driver == _EPOCHS:
+        if self._log_samples and self._driver in (_EPOCHS, _BATCHES):
             self._open_samples(epoch, batch)
 
     def check_epoch(self, epoch: int) -> None:
