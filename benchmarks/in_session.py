@@ -21,7 +21,7 @@ from benchmarks import bare, perceptron
 
 
 def main(steps: int, every: int, kind: str) -> None:
-    session = ts.session(seed=0, save_every=every)
+    session = ts.session(seed=0, save_every=every)  # type: ignore[attr-defined] # it fills itself
     torch.set_num_threads(1)
     device = torch.device(kind, int(os.environ["LOCAL_RANK"])) if kind == "cuda" else torch.device(kind)
     if device.type == "cuda":

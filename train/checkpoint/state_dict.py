@@ -7,7 +7,7 @@ import dataclasses
 import hashlib
 import warnings
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,9 +18,6 @@ from ..data.to_device import mapped
 from ..parallel.precision import Precision
 from ..parallel.torch_private import HOOKS
 from .extra import AVERAGES, Extra
-
-if TYPE_CHECKING:
-    from .serialize import Serialized
 
 # torch warns about its own use of storages, and that one process alone is one process alone
 warnings.filterwarnings("ignore", message="TypedStorage is deprecated")
@@ -41,8 +38,12 @@ class TrainState:
         """Return the state as a checkpoint holds it; `extra.packed` makes of it what DCP writes."""
         return state_of(self.module, self.optimizer) | self.extra.state()
 
-    def take_apart(self, into: Serialized) -> dict[str, Any]:
-        """Return the state with references instead of tensors, for snapshots."""
+    def take_apart(self, into: Any) -> dict[str, Any]:
+        """Return the state with references instead of tensors, for snapshots.
+
+        Args:
+            into: a `serialize.Serialized`, which gets the tensors.
+        """
         weights, extra = dict(self.module.state_dict(keep_vars=True)), self.extra.state()
         averages = {AVERAGES: extra.pop(AVERAGES)} if AVERAGES in extra else {}
         optimizer = self.optimizer.state_dict()

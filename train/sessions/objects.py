@@ -155,12 +155,12 @@ def _with_functions(saved: Any, own: Any, path: str, left: list[str]) -> Any:
         if changed:
             saved = copy.copy(saved)
             for key, one in changed.items():
-                saved[key] = one  # type: ignore[index]
+                saved[key] = one
         return saved
     if type(saved) in (list, tuple):
-        inner = own if isinstance(own, (list, tuple)) else ()
+        others = own if isinstance(own, (list, tuple)) else ()
         return type(saved)(
-            _with_functions(one, inner[number] if number < len(inner) else None, f"{path}.{number}", left)
+            _with_functions(one, others[number] if number < len(others) else None, f"{path}.{number}", left)
             for number, one in enumerate(saved)
         )
     return saved
@@ -379,7 +379,7 @@ class Optimizer(Registered):
             else:
                 add(group)
 
-        self.value.add_param_group = add_param_group  # type: ignore[method-assign] # of this object
+        vars(self.value)["add_param_group"] = add_param_group
 
     def like(self, ref: Ref, number: int) -> Any:
         own = self.parameters

@@ -296,7 +296,8 @@ class Place:
     # --- the end
 
     def at_exit(
-        self, finish: Callable[[], None], *, is_complete: Callable[[], bool], settle: Callable[[float], None]
+        self, finish: Callable[[], None], is_complete: Callable[[], bool],
+        settle: Callable[[float], None] = lambda _: None,
     ) -> None:  # fmt: skip
         """Set what a clean exit without an end does, and what a failure does first.
 

@@ -137,7 +137,7 @@ class Session:
         self._arithmetic = Arithmetic(place.not_exact, is_first=place.is_first) if deterministic else None
         self._strays = Strays(self._name_stray)
         place.explain = self._explain
-        place.at_exit(self.finish, is_complete=lambda: self._is_complete, settle=self._state.settle)
+        place.at_exit(self.finish, lambda: self._is_complete, self._state.settle)
 
     # --- before the loop
 

@@ -98,7 +98,8 @@ def test_a_killed_rank_and_then_a_kill_of_everything_change_no_bit(station: Stat
     check_equal(station, "killed", "calm")
     attempts = station.record("killed")["attempts"]
     assert [attempt["end"] for attempt in attempts] == ["died", "died", "finished"]
-    assert attempts[1]["from_step"] == 5 and attempts[2]["from_step"] in (10, 15)
+    # a killed rank goes on from memory, or from the disk; a checkpoint is written behind training, so it may be missed
+    assert attempts[1]["from_step"] <= 10 and attempts[2]["from_step"] in (5, 10, 15)
     assert len(station.record("calm")["attempts"]) == 1
 
 
