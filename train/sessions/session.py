@@ -266,6 +266,7 @@ class Session:
                 if not self._at.batch:
                     self._state.put_gradients()
                 yield epoch
+                self._place.parting.at = epoch + 2  # this rank has not left
                 if not self._passes:  # a loop without a loader
                     self._state.border()
                 self._state.end_work()
@@ -280,6 +281,7 @@ class Session:
                 self._place.parting.at = step + 1
                 self.before_batch(step)
                 yield step
+                self._place.parting.at = step + 2
                 self.after_batch(step + 1)
 
     def batches(self, loader: Loader, steps: int) -> Iterator[Any]:
@@ -304,6 +306,7 @@ class Session:
                     done += 1
                     self._place.parting.at = done
                     yield batch
+                    self._place.parting.at = done + 1
                     if done == steps:  # the loader tells of all other batches
                         self.after_batch(loader.start)
                         break

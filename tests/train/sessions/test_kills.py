@@ -130,7 +130,7 @@ from torch.utils.data import TensorDataset
 
 import trainstation as ts
 
-session = ts.session()
+session = ts.session(save_every=2)  # due at the end of the epoch
 dist.init_process_group("gloo")
 way = sys.argv[1]
 model = DistributedDataParallel(nn.Linear(1, 1))
