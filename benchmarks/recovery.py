@@ -1,9 +1,10 @@
 """`python -m benchmarks.recovery`: what the death of a rank costs, beside plain torchrun and torch.save.
 
-Two ranks train the same model on the same machine, in turn: as `train launch` starts them, and as torch's tutorials do
-it (bare.py). One of them, drawn at random, gets SIGKILL. The table shows the seconds until restarted ranks end a step
-that was never made before, how many steps were made twice, and whether the weights at the end are those of an
-uninterrupted run. With `--every S` a rank is killed every S seconds, and the whole time counts.
+Two ranks train the same model on the same machine, in turn: as a task of `train launch`, as a script in a session
+(in_session.py), and as torch's tutorials do it (bare.py). One of them, drawn at random, gets SIGKILL. The table shows
+the seconds until restarted ranks end a step that was never made before, how many steps were made twice, and whether the
+weights at the end are those of an uninterrupted run. With `--every S` a rank is killed every S seconds, and the whole
+time counts.
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from benchmarks import bare, command, perceptron
+from benchmarks import bare, command, in_session, perceptron
 from train.launcher import tmux
-from train.launcher.launches import NewRun
+from train.launcher.launches import NewRun, NewScript
 from train.launcher.stopping import stop_and_wait
 from train.run import run_folder, states
 from train.zygote.client import lives
@@ -58,15 +59,18 @@ class Way(Protocol):
 
 
 class Launched:
-    """`train launch`."""
+    """A task of `train launch`."""
 
     def __init__(self, runs: Path, name: str, steps: int) -> None:
+        self.start(runs, name, steps)
+        self.run = run_folder.Run(runs / name)
+
+    def start(self, runs: Path, name: str, steps: int) -> None:
         flags = {
             "steps": str(steps), "batch_size": str(bare.BATCH), "cpu_threads": "1", "device": "cpu",
             "checkpoint.every_steps": str(SAVE_EVERY), "log.every_steps": "1", "log.tensorboard": "false",
         }  # fmt: skip
         NewRun(perceptron.__file__, flags=flags, runs=str(runs), name=name, nproc=str(RANKS), max_restarts=100).start()
-        self.run = run_folder.Run(runs / name)
 
     def step(self) -> int:
         line = last_line(self.run.metrics)
@@ -88,6 +92,16 @@ class Launched:
 
     def twice(self) -> int:
         return made_twice(self.run.read())
+
+
+class InSession(Launched):
+    """A script in a session, as `train launch --script` starts it."""
+
+    def start(self, runs: Path, name: str, steps: int) -> None:
+        arguments = [str(steps), str(SAVE_EVERY), "cpu"]
+        NewScript(
+            in_session.__file__, arguments=arguments, runs=str(runs), name=name, nproc=str(RANKS), max_restarts=100
+        ).start()
 
 
 class Bare:
@@ -146,7 +160,8 @@ class Bare:
 
 
 WAYS: dict[str, Callable[[Path, str, int], Way]] = {
-    "train launch": Launched,
+    "a task": Launched,
+    "a script in a session": InSession,
     f"torchrun, torch.save every {SAVE_EVERY} steps": Bare,
 }
 

@@ -11,6 +11,7 @@ from torch import nn
 from ..config import Config
 
 _NONE = re.compile(r"(\S[^\n.]*?) does not have a deterministic implementation")
+_WARNED = re.compile(r"(\S[^\n.]*?) (?:does not have a deterministic implementation|defaults to a non-deterministic)")
 _CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
 
 
@@ -24,14 +25,31 @@ def set_determinism(config: Config) -> None:
     """
     assert config.cpu_threads is not None
     torch.set_num_threads(config.cpu_threads)
-    torch.use_deterministic_algorithms(config.deterministic)
-    # the fastest algorithm by trial may be another one in the next process
-    torch.backends.cudnn.benchmark = not config.deterministic
     if config.deterministic:
-        if os.environ.get(_CUBLAS) != ":16:8":  # the other one of the two with which cuBLAS is deterministic
-            os.environ[_CUBLAS] = ":4096:8"
-        # filling every empty tensor with NaN, to find reads of it, takes a tenth of the time and changes no result
-        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+        switch_on(warn_only=False)
+    else:
+        torch.use_deterministic_algorithms(False)
+        torch.backends.cudnn.benchmark = True
+
+
+def switch_on(*, warn_only: bool) -> None:
+    """Choose deterministic algorithms. Call it before a device is touched.
+
+    Args:
+        warn_only: an operation without a deterministic way warns; otherwise it raises.
+    """
+    torch.use_deterministic_algorithms(True, warn_only=warn_only)
+    torch.backends.cudnn.benchmark = False  # the fastest algorithm by trial may be another one in the next process
+    if os.environ.get(_CUBLAS) != ":16:8":  # the other one of the two with which cuBLAS is deterministic
+        os.environ[_CUBLAS] = ":4096:8"
+    # filling every empty tensor with NaN, to find reads of it, takes a tenth of the time and changes no result
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+
+
+def without_form(warning: str) -> str:
+    """Return the operation that torch says not to compute in a deterministic way; '' for other warnings."""
+    found = _WARNED.search(warning)
+    return found[1] if found else ""
 
 
 def lay_out(model: nn.Module, config: Config) -> nn.Module:

@@ -14,7 +14,7 @@ import pickle
 import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -26,7 +26,6 @@ from ..data.to_device import mapped
 from ..parallel.torch_private import copy_metadata
 from ..parallel.world import World
 from .buffers import Buffers, begin_of_tensors
-from .extra import AVERAGES
 from .state_dict import TrainState
 
 _ALIGN = 64
@@ -151,8 +150,15 @@ def _bytes_of(value: Tensor) -> Tensor:
     return flat.view(torch.uint8)
 
 
+class Source(Protocol):
+    """A state that can be serialized."""
+
+    def take_apart(self, into: Serialized) -> dict[str, Any]:
+        """Return the state with references instead of tensors, after the tensors were added to `into`."""
+
+
 def serialize(
-    state: TrainState, fingerprint: str, step: int, mark: str, part: int = 0, parts: int = 1
+    state: Source, fingerprint: str, step: int, mark: str, part: int = 0, parts: int = 1
 ) -> Serialized:  # fmt: skip
     """Serialize the state of a run.
 
@@ -162,14 +168,8 @@ def serialize(
         mark: the mark of the attempt that made the step.
         part: the part that this rank copies; ranks that hold the same state copy `parts` parts of it.
     """
-    serialized, weights = Serialized(part, parts), dict(state.module.state_dict(keep_vars=True))
-    extra = state.extra.state()
-    averages = {AVERAGES: extra.pop(AVERAGES)} if AVERAGES in extra else {}
-    optimizer = state.optimizer.state_dict()
-    moments = {"state": optimizer.pop("state", {})}  # and not the groups: a rate may be a tensor, set before a forward
-    found: dict[str, Any] = mapped({"model": weights, "scaler": state.precision.scaling()}, serialized.add)
-    found["optimizer"] = mapped(moments, serialized.add_at_rest) | mapped(optimizer, serialized.add)
-    found["extra"] = mapped(extra, serialized.add) | mapped(averages, serialized.add_at_rest)
+    serialized = Serialized(part, parts)
+    found = state.take_apart(serialized)
     if parts > 1:
         mark += f" {zlib.crc32(repr(serialized.starts).encode())}"  # the places of tensors must be the same
     held = {"fingerprint": fingerprint, "mark": mark}
@@ -183,7 +183,7 @@ class Content:
 
     step: int
     state: dict[str, Any]
-    """`model`, `optimizer`, `scaler`, `extra`."""
+    """What `Source.take_apart` returned."""
     parts: Sequence[memoryview]
     """The bytes of the tensors (memoryviews): one part after the other."""
 
@@ -198,6 +198,11 @@ class Content:
             first += len(part)
         return flat.view(ref.dtype).as_strided(ref.shape, ref.stride)
 
+    def shard(self, ref: ShardRef, mesh: DeviceMesh) -> DTensor:
+        """Return a tensor of which this rank has a part."""
+        mine = self.tensor(ref.local).to(mesh.device_type)
+        return DTensor.from_local(mine, mesh, ref.placements, run_check=False, shape=ref.shape, stride=ref.stride)
+
     def walk(self, value: Any, mesh: DeviceMesh | None = None) -> Any:
         """Return the value with tensors instead of references.
 
@@ -208,10 +213,7 @@ class Content:
         def held(ref: Any) -> Any:
             if isinstance(ref, ShardRef):
                 assert mesh is not None
-                mine = self.tensor(ref.local).to(mesh.device_type)
-                return DTensor.from_local(
-                    mine, mesh, ref.placements, run_check=False, shape=ref.shape, stride=ref.stride
-                )
+                return self.shard(ref, mesh)
             return self.tensor(ref) if isinstance(ref, TensorRef) else ref
 
         return mapped(value, held)

@@ -28,10 +28,9 @@ from .. import format
 from ..parallel.world import World
 from . import serialize
 from .buffers import Buffers, begin_of_tensors
-from .serialize import Content, Serialized
+from .serialize import Content, Serialized, Source
 from .side_copy import SideCopy
 from .staging import PinnedMemory
-from .state_dict import TrainState
 
 log = logging.getLogger("train")
 
@@ -75,22 +74,20 @@ class Parts:
         return self.all if world.size == 1 else [self.all[self.own]]
 
 
-class Snapshots:
-    """One rank's copies."""
+class Copies:
+    """One rank's copies: writes them, and seals them. A subclass says when."""
 
     def __init__(
-        self, parts: Parts | None, *, is_on: bool, world: World, fingerprint: str, mark: str,
-        memory_left: Callable[[], int],
+        self, parts: Parts | None, *, world: World, fingerprint: str, mark: str, memory_left: Callable[[], int]
     ) -> None:  # fmt: skip
         """
         Args:
             parts: this rank copies to one of them and loads from all; None: it has no copies.
-            is_on: whether copies are wanted; the same on all ranks.
             fingerprint: of everything that must be the same where a copy is used.
             mark: the mark of this attempt, the same on all machines.
             memory_left: returns the bytes of memory that are left.
         """
-        self.parts, self._is_on, self._world = parts, is_on, world
+        self.parts, self._world = parts, world
         self.fingerprint, self.memory_left, self._mark = fingerprint, memory_left, mark
         self._buffers = parts.all[parts.own] if parts is not None else None
         self._memory: list[PinnedMemory] = []
@@ -107,23 +104,13 @@ class Snapshots:
         self._is_over = False
         """Whether that has been reported, and this rank refuses copies from now on."""
         self.cost = 0.0
-        """Seconds that a copy takes. SHARE says how long to wait before the next one."""
+        """Seconds that a copy takes."""
         self._costs = collections.deque[float](maxlen=3)
         """Seconds of the last copies. The least counts, because on a busy machine one may take very long."""
-        self._next = 0.0
-        """Time at which the next copy may start."""
-        self._requested = collections.deque[bool](maxlen=4)
-        """Whether this rank requested a copy, in each step whose stats are not read yet."""
-        self._known = 0
-        """The last step whose stats have been read."""
-        self._is_due = False
-        """Whether all ranks have agreed on a copy since the last step."""
-        self._pace, self._last = 0.0, time.monotonic()
-        """Seconds that a step takes, and when the last one ended."""
-        self._steps_ahead = 2 if world.device.type == "cuda" else 1
-        """Number of steps from a request to its copy: stats of a GPU are read a step later."""
+        self._begun = -math.inf
+        """Time at which the last copy began, or will begin."""
 
-    def attach(self, state: TrainState, is_written: Callable[[], bool], say: Callable[[str], None]) -> None:
+    def attach(self, state: Source, is_written: Callable[[], bool], say: Callable[[str], None]) -> None:
         """Set what is copied.
 
         Args:
@@ -132,43 +119,22 @@ class Snapshots:
         """
         self._state, self._is_written, self._say = state, is_written, say
 
-    def copy_request(self) -> float:
-        """Return what this rank adds to the stats of its step. All ranks copy if the sum is positive.
+    @property
+    def _next(self) -> float:
+        """Time at which the next copy may start, so that copies take at most SHARE of the time."""
+        return self._begun + self.cost * (1 / SHARE - 1)
 
-        1: a copy is due, by rank 0's clock; -1: this rank cannot take part.
-        """
-        if not self._is_on:
-            return 0.0
-        has_sealed = bool(self._memory) and self._draft is None and not self._is_busy
-        is_ready = not self._is_over and self._is_written() and (has_sealed or self._buffers is None)
-        begins = max(time.monotonic(), self._last + self._steps_ahead * self._pace)
-        requests = is_ready and self._world.is_first and begins >= self._next and not any(self._requested)
-        if requests:
-            self._next = begins + self.cost * (1 / SHARE - 1)
-        self._requested.append(requests)
-        return float(requests) if is_ready else -1.0
+    def _is_known(self, step: int) -> bool:
+        """Whether the state after this step may be used."""
+        return True
 
-    def stats_read(self, step: int, requests: float) -> None:
-        """Use the sum of all ranks' requests in the stats of a step whose loss is finite and whose lines are
-        written."""
-        if not self._is_on or self._is_over:
-            return
-        self._known = step
-        self._is_due |= requests > 0
-        if self._requested.popleft() and requests <= 0:  # another rank cannot yet: ask again in the next step
-            self._next = 0.0
-
-    def after_step(self, step: int) -> None:
-        """Copy the state after this step, if all ranks have agreed to."""
-        if not self._is_on or self._is_over:
-            return
-        self._pace = time.monotonic() - self._last
+    def _try_continue(self, step: int, is_due: bool) -> None:
+        """Do `_continue`, and report a problem."""
         try:
             if self._buffers is not None:
-                self._continue(step)
+                self._continue(step, is_due)
         except Exception as error:  # an optimizer may hold what cannot be serialized
             self._problem = str(error)
-        self._last = time.monotonic()
         if self._problem:
             self._is_over = True
             line = f"no snapshots in memory: {self._problem}"
@@ -176,23 +142,15 @@ class Snapshots:
             if not self._world.is_lead:  # with fsdp it may be this rank alone whose memory is short
                 log.warning(line)
 
-    def _continue(self, step: int) -> None:
+    def _continue(self, step: int, is_due: bool) -> None:
         """Seal the last copy, begin a new one, or reserve the memory for them."""
-        is_due, self._is_due = self._is_due, False
-        if self._draft is not None and self._known >= self._draft.step and self._is_written():
+        if self._draft is not None and self._is_known(self._draft.step) and self._is_written():
             draft, self._draft = self._draft, None
             self._start(self._seal, draft)
         if is_due and self._memory and self._draft is None:
             self._copy(step)
         elif not self._memory and not self._is_busy:
             self._prepare(self._serialize(step))
-
-    def hold(self) -> None:
-        """Let the GPU finish an unfinished copy before it changes weights or the optimizer's state. The host does not
-        wait."""
-        if self._unheld is not None:
-            self._unheld.hold()
-            self._unheld = None
 
     def wait(self, seconds: float | None = None) -> None:
         """Wait for an unfinished copy."""
@@ -231,7 +189,7 @@ class Snapshots:
             self._prepare(state)
             return
         assert self._buffers is not None
-        self._next = time.monotonic() + self.cost * (1 / SHARE - 1)
+        self._begun = time.monotonic()
         slot, side, device = self._buffers.begin(), None, self._world.device
         memory = self._memory[slot].bytes
         if device.type == "cuda":
@@ -240,7 +198,7 @@ class Snapshots:
         else:
             state.copy_to(memory)
         draft = _Draft(slot, step, state, side, time.perf_counter() - began)
-        if self._known >= step and side is None and self._is_written():
+        if self._is_known(step) and side is None and self._is_written():
             self._seal(draft)
         else:
             self._draft = draft
@@ -256,7 +214,6 @@ class Snapshots:
             sealing = time.perf_counter() - began
             cost = taken + sealing if draft.side is None else max(taken, sealing * SHARE / _BUSY)
             self._costs.append(cost)
-            self._next += (min(self._costs) - self.cost) * (1 / SHARE - 1)
             self.cost = min(self._costs)
         except Exception as error:
             self._problem = str(error)
@@ -296,6 +253,74 @@ class Snapshots:
         for memory in self._memory:
             memory.unpin()
         self._memory = []
+
+
+class Snapshots(Copies):
+    """One rank's copies in a task: the ranks agree on each in the stats of a step."""
+
+    def __init__(self, parts: Parts | None, *, is_on: bool, world: World, **options: Any) -> None:
+        """
+        Args:
+            is_on: whether copies are wanted; the same on all ranks.
+            options: those of Copies.
+        """
+        super().__init__(parts, world=world, **options)
+        self._is_on = is_on
+        self._requested = collections.deque[bool](maxlen=4)
+        """Whether this rank requested a copy, in each step whose stats are not read yet."""
+        self._known = 0
+        """The last step whose stats have been read."""
+        self._is_due = False
+        """Whether all ranks have agreed on a copy since the last step."""
+        self._pace, self._last = 0.0, time.monotonic()
+        """Seconds that a step takes, and when the last one ended."""
+        self._steps_ahead = 2 if world.device.type == "cuda" else 1
+        """Number of steps from a request to its copy: stats of a GPU are read a step later."""
+
+    def _is_known(self, step: int) -> bool:
+        return self._known >= step
+
+    def copy_request(self) -> float:
+        """Return what this rank adds to the stats of its step. All ranks copy if the sum is positive.
+
+        1: a copy is due, by rank 0's clock; -1: this rank cannot take part.
+        """
+        if not self._is_on:
+            return 0.0
+        has_sealed = bool(self._memory) and self._draft is None and not self._is_busy
+        is_ready = not self._is_over and self._is_written() and (has_sealed or self._buffers is None)
+        begins = max(time.monotonic(), self._last + self._steps_ahead * self._pace)
+        requests = is_ready and self._world.is_first and begins >= self._next and not any(self._requested)
+        if requests:
+            self._begun = begins
+        self._requested.append(requests)
+        return float(requests) if is_ready else -1.0
+
+    def stats_read(self, step: int, requests: float) -> None:
+        """Use the sum of all ranks' requests in the stats of a step whose loss is finite and whose lines are
+        written."""
+        if not self._is_on or self._is_over:
+            return
+        self._known = step
+        self._is_due |= requests > 0
+        if self._requested.popleft() and requests <= 0:  # another rank cannot yet: ask again in the next step
+            self._begun = -math.inf
+
+    def after_step(self, step: int) -> None:
+        """Copy the state after this step, if all ranks have agreed to."""
+        if not self._is_on or self._is_over:
+            return
+        self._pace = time.monotonic() - self._last
+        is_due, self._is_due = self._is_due, False
+        self._try_continue(step, is_due)
+        self._last = time.monotonic()
+
+    def hold(self) -> None:
+        """Let the GPU finish an unfinished copy before it changes weights or the optimizer's state. The host does not
+        wait."""
+        if self._unheld is not None:
+            self._unheld.hold()
+            self._unheld = None
 
 
 def newest_common(parts: Parts, world: World) -> int:

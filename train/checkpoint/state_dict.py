@@ -14,9 +14,10 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 from torch.distributed.tensor import DTensor
 
+from ..data.to_device import mapped
 from ..parallel.precision import Precision
 from ..parallel.torch_private import HOOKS
-from .extra import Extra
+from .extra import AVERAGES, Extra
 
 # torch warns about its own use of storages, and that one process alone is one process alone
 warnings.filterwarnings("ignore", message="TypedStorage is deprecated")
@@ -36,6 +37,22 @@ class TrainState:
     def tree(self) -> dict[str, Any]:
         """Return the state as a checkpoint holds it; `extra.packed` makes of it what DCP writes."""
         return state_of(self.module, self.optimizer) | self.extra.state()
+
+    def take_apart(self, into: Any) -> dict[str, Any]:
+        """Return the state with references instead of tensors, for snapshots.
+
+        Args:
+            into: a `serialize.Serialized`, which gets the tensors.
+        """
+        weights, extra = dict(self.module.state_dict(keep_vars=True)), self.extra.state()
+        averages = {AVERAGES: extra.pop(AVERAGES)} if AVERAGES in extra else {}
+        optimizer = self.optimizer.state_dict()
+        # and not the groups: a rate may be a tensor, set before a forward
+        moments = {"state": optimizer.pop("state", {})}
+        found: dict[str, Any] = mapped({"model": weights, "scaler": self.precision.scaling()}, into.add)
+        found["optimizer"] = mapped(moments, into.add_at_rest) | mapped(optimizer, into.add)
+        found["extra"] = mapped(extra, into.add) | mapped(averages, into.add_at_rest)
+        return found
 
 
 def state_of(module: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:

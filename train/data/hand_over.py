@@ -15,7 +15,7 @@ import sys
 from dataclasses import dataclass
 from multiprocessing.reduction import ForkingPickler
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..errors import TrainingFailed, one_line
 
@@ -26,6 +26,19 @@ _OF_SYSTEM = ("Too many open files", "received 0 items of ancdata", "shared memo
 was sent to a process that can open no more files."""
 _CAUSE = 400
 """Maximum number of characters of a cause in a message."""
+
+
+class Names(NamedTuple):
+    """What the user of a loader calls its parts, for messages."""
+
+    whole: str = "task"
+    option: str = "--data.workers"
+    none: str = "--data.workers 0"
+    """How to have no workers."""
+    collate: str = "collate()"
+
+
+OF_TASKS = Names()
 
 
 @dataclass(frozen=True)
@@ -43,29 +56,29 @@ class NotHandedOver:
 class Pickled:
     """A fetched micro batch as a worker puts it into its queue; the rank gets what `_unpickled` returns."""
 
-    def __init__(self, content: bytes) -> None:
-        self._content = content
+    def __init__(self, content: bytes, names: Names) -> None:
+        self._content, self._names = content, names
 
-    def __reduce__(self) -> tuple[Any, tuple[bytes]]:
-        return _unpickled, (self._content,)
+    def __reduce__(self) -> tuple[Any, tuple[bytes, Names]]:
+        return _unpickled, (self._content, self._names)
 
 
-def pickled(fetched: Any) -> Pickled | NotHandedOver:
+def pickled(fetched: Any, names: Names = OF_TASKS) -> Pickled | NotHandedOver:
     """Pickle what a worker has fetched. Tensors go into shared memory, and the bytes name that."""
     buffer = io.BytesIO()
     try:
         ForkingPickler(buffer, pickle.HIGHEST_PROTOCOL).dump(fetched)
     except Exception as error:
-        return _problem("a data worker could not send a batch", error)
-    return Pickled(buffer.getvalue())
+        return _problem("a data worker could not send a batch", error, names)
+    return Pickled(buffer.getvalue(), names)
 
 
-def _unpickled(content: bytes) -> Any:
+def _unpickled(content: bytes, names: Names) -> Any:
     """Return what was fetched, in the rank. An error waits for its turn: the queue has no order."""
     try:
         return pickle.loads(content)
     except Exception as error:
-        return _problem("a batch from a data worker could not be received", error)
+        return _problem("a batch from a data worker could not be received", error, names)
 
 
 def taken(received: Any) -> Any:
@@ -92,25 +105,25 @@ def check_portable(error: Exception) -> None:
         raise RuntimeError(one_line(f"{type(error).__name__}: {error}")) from error
 
 
-def _problem(what: str, error: Exception) -> NotHandedOver:
+def _problem(what: str, error: Exception, names: Names) -> NotHandedOver:
     cause = one_line(error)
     if "pickl" not in cause:
         cause = f"{type(error).__name__}: {cause}"
     is_of_system = isinstance(error, (OSError, EOFError, MemoryError)) or any(word in cause for word in _OF_SYSTEM)
     if getattr(error, "errno", None) in NO_FILES or "ancdata" in cause or "Too many open files" in cause:
-        remedy = no_files()
+        remedy = no_files(names)
     elif is_of_system:
-        remedy = "see also --data.workers 0"
+        remedy = f"see also {names.none}"
     else:
-        remedy = "what collate() returns must be picklable, or use --data.workers 0"
+        remedy = f"what {names.collate} returns must be picklable, or use {names.none}"
     return NotHandedOver(f"{what}: {cause[:_CAUSE]}; {remedy}", is_of_system)
 
 
-def no_files() -> str:
+def no_files(names: Names) -> str:
     """Say how many files a process may open, and what to do."""
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     return (
-        f"this process may open {limit} files: raise ulimit -n, lower --data.workers, or put fewer tensors in a batch"
+        f"this process may open {limit} files: raise ulimit -n, lower {names.option}, or put fewer tensors in a batch"
     )
 
 

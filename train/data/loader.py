@@ -10,6 +10,7 @@ import os
 import signal
 import stat
 import sys
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from multiprocessing import connection
 from pathlib import Path
@@ -26,6 +27,8 @@ from . import threads
 from .fetch import EVALUATION, TRAINING, BadSample, gatherer
 from .hand_over import (
     NO_FILES,
+    OF_TASKS,
+    Names,
     NotHandedOver,
     Pickled,
     check_portable,
@@ -45,6 +48,8 @@ _PREFETCHED = 4
 """Maximum number of micro batches that a worker is asked for ahead."""
 IGNORED = (*POLITE, signal.SIGHUP)
 """Signals that workers ignore: else a save would wait for their data forever."""
+STARTED: weakref.WeakSet[Any] = weakref.WeakSet()
+"""Data workers that this process has started. One may outlive its loader: after an error torch does not end it."""
 
 
 class _Fetching(Dataset[Any]):
@@ -88,6 +93,95 @@ def new_workers() -> Iterator[list[Any]]:
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
         found += [child for child in multiprocessing.active_children() if child not in others]
+        STARTED.update(found)
+
+
+class Workers:
+    """The workers of a DataLoader: starts them, takes what they send, names the death of one, and ends them."""
+
+    def __init__(self, loader: DataLoader[Any], names: Names = OF_TASKS) -> None:
+        self.processes: list[Any] = []
+        self._loader, self._names = loader, names
+        self._iterator: Any = None
+        self._are_killed = False
+
+    def begin(self) -> None:
+        """Begin a pass over the loader. Starts the workers, unless they stay from the pass before."""
+        if self.processes and self._loader.persistent_workers:
+            self._iterator = iter(self._loader)  # outside of new_workers: it waits for them
+            return
+        try:
+            with new_workers() as self.processes:
+                self._iterator = iter(self._loader)
+        except BaseException:  # no memory for another process, perhaps
+            self.close()
+            raise
+
+    def batches(self) -> Iterator[Any]:
+        """Begin a pass, and yield what it gives.
+
+        Raises:
+            TrainingFailed, OSError: see `taken`.
+            RuntimeError: a worker has died.
+        """
+        try:
+            self.begin()
+            yield from map(taken, self._iterator)
+        except (RuntimeError, OSError, EOFError) as error:
+            how = self._death(error)
+            if not how:
+                raise
+            raise RuntimeError(how) from None  # torch's words in the traceback would be read as another cause
+
+    def _death(self, error: BaseException) -> str:
+        """Return how a worker died, in torch's wording, if that caused the error; else ''.
+
+        torch only says that a worker is gone, or that its data cannot be received.
+        """
+        if isinstance(error, RuntimeError) and not str(error).startswith(("DataLoader worker", "Pin memory thread")):
+            return ""
+        with contextlib.suppress(RuntimeError):  # torch raises it here if SIGCHLD comes here
+            gone = connection.wait([worker.sentinel for worker in self.processes], _DYING)
+            for worker in self.processes:  # its files are closed a little before its exit code is there
+                if worker.sentinel in gone:
+                    worker.join(_DYING)
+        for worker in self.processes:
+            code = worker.exitcode
+            if code is not None and code < 0:
+                return f"DataLoader worker (pid {worker.pid}) is killed by signal: {signal.strsignal(-code)}"
+            if code in NO_FILES:
+                why = f"{os.strerror(code)}; {no_files(self._names)}"
+                return f"DataLoader worker (pid {worker.pid}) has ended: {why}"
+            if code is not None:
+                return f"DataLoader worker (pid {worker.pid}) has ended by itself, with exit code {code}"
+        return ""
+
+    def close(self) -> None:
+        """End the workers.
+
+        The garbage collector would be too late: a traceback may hold the iterator until Python ends, and Python would
+        wait forever for workers that ignore its SIGTERM or are stuck in a sample.
+        """
+        if self._are_killed:
+            return
+        try:
+            end_workers = getattr(self._iterator, "_shutdown_workers", None)
+            if end_workers is not None:
+                end_workers()
+        finally:
+            for worker in self.processes:
+                worker.kill()
+                worker.join(5)
+            self.processes, self._iterator = [], None
+
+    def kill(self) -> None:
+        """End workers that are stuck, as this process ends: torch would give each of them five seconds."""
+        self._are_killed = True  # torch's own end of workers could wait forever for a lock that a killed one held
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler would report them
+        for worker in self.processes:
+            worker.kill()
+        for worker in self.processes:
+            worker.join(5)
 
 
 class Loader:
@@ -157,18 +251,9 @@ class Loader:
             persistent_workers=workers > 0,
             multiprocessing_context="fork" if workers else None,  # whatever the way in which this rank was started
         )
-        self._iterator: Any = None
-        self._workers: list[Any] = []
+        self._workers = Workers(self._loader)
         if workers:
-            self._start_workers()
-
-    def _start_workers(self) -> None:
-        try:
-            with new_workers() as self._workers:
-                self._iterator = iter(self._loader)  # a first pass, over nothing, starts the workers
-        finally:
-            if self._iterator is None:  # no memory for another process, perhaps
-                self.close()
+            self._workers.begin()  # a first pass, over nothing, starts them
 
     def batches(
         self, plan: Iterator[MicroBatch], arrived: Callable[[], None] = lambda: None
@@ -181,7 +266,7 @@ class Loader:
         Args:
             arrived: called when a requested batch has arrived, before the device gets work for it.
         """
-        for planned, batch, bad in pinned(self._fetched(plan), self._pin_for, bool(self._workers)):
+        for planned, batch, bad in pinned(self._fetched(plan), self._pin_for, bool(self._workers.processes)):
             arrived()
             micro = planned
             if bad:
@@ -201,35 +286,7 @@ class Loader:
     def _fetch_there(self, plan: Iterator[MicroBatch]) -> Iterator[Any]:
         """Fetch in workers."""
         self._sampler.plan = plan
-        try:
-            yield from map(taken, self._loader)
-        except (RuntimeError, OSError, EOFError) as error:
-            how = self._death(error)
-            if not how:
-                raise
-            raise RuntimeError(how) from None  # torch's words in the traceback would be read as another cause
-
-    def _death(self, error: BaseException) -> str:
-        """Return how a worker died, in torch's wording, if that caused the error; else ''.
-
-        torch only says that a worker is gone, or that its data cannot be received.
-        """
-        if isinstance(error, RuntimeError) and not str(error).startswith("DataLoader worker"):
-            return ""
-        with contextlib.suppress(RuntimeError):  # torch raises it here if SIGCHLD comes here
-            gone = connection.wait([worker.sentinel for worker in self._workers], _DYING)
-            for worker in self._workers:  # its files are closed a little before its exit code is there
-                if worker.sentinel in gone:
-                    worker.join(_DYING)
-        for worker in self._workers:
-            code = worker.exitcode
-            if code is not None and code < 0:
-                return f"DataLoader worker (pid {worker.pid}) is killed by signal: {signal.strsignal(-code)}"
-            if code in NO_FILES:
-                return f"DataLoader worker (pid {worker.pid}) has ended: {os.strerror(code)}; {no_files()}"
-            if code is not None:
-                return f"DataLoader worker (pid {worker.pid}) has ended by itself, with exit code {code}"
-        return ""
+        yield from self._workers.batches()
 
     def _fetch_here(self, micro: MicroBatch) -> Any:
         """Fetch in this process, on one thread as a worker does, because some sums have other bits on several
@@ -244,19 +301,8 @@ class Loader:
             torch.set_num_threads(before)
 
     def close(self) -> None:
-        """End the workers.
-
-        The garbage collector would be too late: a traceback may hold the iterator until Python ends, and Python would
-        wait forever for workers that ignore its SIGTERM or are stuck in a sample.
-        """
-        try:
-            end_workers = getattr(self._iterator, "_shutdown_workers", None)
-            if end_workers is not None:
-                end_workers()
-        finally:
-            for worker in self._workers:
-                worker.kill()
-                worker.join(5)
+        """End the workers."""
+        self._workers.close()
 
     def __enter__(self) -> Loader:
         return self
@@ -272,13 +318,18 @@ def begin_worker(_: int, rank: int) -> None:
     A forked process shares its parent's open files and their read positions. Two workers that seek and read through one
     handle (a plain file, h5py, sqlite, zipfile) would get each other's bytes.
     """
+    begin_any_worker()
+    end_with_parent(rank)  # a killed rank's workers go with it and release the run's lock
+    open_files_again()
+
+
+def begin_any_worker(names: Names = OF_TASKS) -> None:
+    """Do what a worker begins with however it was started."""
     for number in IGNORED:
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, IGNORED)
     sys.excepthook = end_without_files
-    breakpoints.refuse("a data worker has no terminal; use --data.workers 0")
-    end_with_parent(rank)  # a killed rank's workers go with it and release the run's lock
-    open_files_again()
+    breakpoints.refuse(f"a data worker has no terminal; use {names.none}")
 
 
 def open_files_again() -> None:

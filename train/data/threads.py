@@ -17,6 +17,7 @@ from types import CodeType, FrameType
 from typing import Any
 
 from ..errors import Refused
+from .hand_over import OF_TASKS, Names
 
 log = logging.getLogger("train")
 
@@ -29,37 +30,38 @@ _ENDING = 1.0
 """Seconds to wait for a thread that is about to end."""
 
 
-def problem() -> str:
+def problem(names: Names = OF_TASKS) -> str:
     """Return which threads run here that a worker would lack, and what to do; '' if there are none.
 
     Threads that Python does not know do not count: those of OpenMP and BLAS wait without a lock, the C library takes
     care of its own locks at a fork, and gloo and NCCL start after the workers.
     """
     until = time.monotonic() + _ENDING
-    while names := _owners().get(""):
+    while found := _owners().get(""):
         if time.monotonic() > until:
-            running = "1 thread of the task is" if len(names) == 1 else f"{len(names)} threads of the task are"
+            count = "1 thread" if len(found) == 1 else f"{len(found)} threads"
+            running = f"{count} of the {names.whole} {'is' if len(found) == 1 else 'are'}"
             return (
-                f"{running} running before data workers are forked ({', '.join(sorted(names)[:5])}): a worker "
-                "could wait for its locks forever; start it in __getitem__, or use --data.workers 0"
+                f"{running} running before data workers are forked ({', '.join(sorted(found)[:5])}): a worker "
+                f"could wait for its locks forever; start it in __getitem__, or use {names.none}"
             )
         time.sleep(0.02)
     return ""
 
 
-def check() -> None:
+def check(names: Names = OF_TASKS) -> None:
     """Check that workers can be forked here, and warn of threads of libraries.
 
     Raises:
         Refused: the task has threads here.
     """
-    if text := problem():
+    if text := problem(names):
         raise Refused(text)
-    for package, names in sorted(_owners().items()):
+    for package, found in sorted(_owners().items()):
         if package not in _KNOWN:
             log.warning(
-                "warning: data workers are forked beside threads of %s (%s); if training waits for data forever, "
-                "use --data.workers 0", package, ", ".join(sorted(names)[:5]),
+                "warning: data workers are forked beside threads of %s (%s); if training waits for data forever, use "
+                "%s", package, ", ".join(sorted(found)[:5]), names.none,
             )  # fmt: skip
 
 

@@ -13,7 +13,7 @@ from typing import Any, NotRequired, TypedDict, cast, get_args, get_origin, get_
 
 from ..errors import shortened
 
-FORMAT = 1
+FORMAT = 2
 """Number of the format of run folders and checkpoints. docs/contributing.md says when it is raised."""
 _LARGEST = sys.float_info.max
 """Maximum of an integer: larger ones overflow when converted to float."""

@@ -156,6 +156,18 @@ class Run:
             return False
         return True
 
+    def note_not_exact(self, reason: str) -> bool:
+        """Add a reason why the run is not exact. Returns whether it is new, as far as run.json could be read."""
+        added: list[str] = []
+
+        def add(record: Record) -> None:
+            known = record.get("not_exact") or []
+            if reason not in known:
+                record["not_exact"] = [*known, reason]
+                added.append(reason)
+
+        return not self.note(add) or bool(added)
+
     def _change(self, change: Callable[[Record], None] | None, values: dict[str, Any], is_durable: bool) -> None:
         record = self.read()
         record.update(cast(Record, values))

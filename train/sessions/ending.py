@@ -22,8 +22,13 @@ from typing import Any, NoReturn
 from .. import screen
 from ..errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_REFUSED, Refused, TrainingFailed
 from ..signals import StopRequest, leave
+from .waiting import Wait
 
 _NUMBERS = (signal.SIGTERM, signal.SIGINT)
+_LINGER = 60.0
+"""Seconds that threads, processes and exit functions get to end after the main thread has."""
+_MOST = 3
+"""Maximum number of threads that are named."""
 _LOOK_EVERY = 0.1
 """Seconds between two looks at the handlers: a look takes longer than the rest of a border."""
 
@@ -36,6 +41,7 @@ class Signals(StopRequest):
     """
 
     def __init__(self) -> None:
+        self.wait = Wait()
         self._others: dict[int, Any] = {}
         self._is_inside = False
         self._look_at = 0.0
@@ -45,8 +51,8 @@ class Signals(StopRequest):
         for number in numbers:
             self._others[number] = signal.getsignal(number)
         self._first = dict(self._others)
-        super().__init__(numbers)
         self._pid, self._set = os.getpid(), signal.signal
+        super().__init__(numbers)
         signal.signal = self._set_other  # at once: until the next look a request to stop would be lost
 
     def _set_other(self, signalnum: int, handler: Any) -> Any:
@@ -63,8 +69,16 @@ class Signals(StopRequest):
         elif self._calls_later:
             self._others[number] = handler
 
+    def ask(self, by: str, reason: str, now: bool = False) -> None:
+        """Request a stop, also of a wait for a batch."""
+        super().ask(by, reason, now)
+        if os.getpid() == self._pid:
+            self.wait.stop_soon()
+
     def note(self, number: int, frame: object) -> None:
         """Handle a signal."""
+        if self.wait.is_ended_by(number):
+            return
         if self._is_inside:  # the script's handler calls the one from before it: this one
             return
         self._is_inside = True
@@ -121,10 +135,14 @@ class Ending:
     Args:
         failed: Called with the exception that ends the process. Returns whether the request was wrong.
         exited: Called at a clean exit. Returns the exit code, or None for Python's own.
+        own_code: Returns the code that Python itself ends with then, by what is recorded.
     """
 
-    def __init__(self, *, failed: Callable[[BaseException], bool], exited: Callable[[], int | None]) -> None:
-        self._failed, self._exited, self._pid = failed, exited, os.getpid()
+    def __init__(
+        self, *, failed: Callable[[BaseException], bool], exited: Callable[[], int | None],
+        own_code: Callable[[], int] = lambda: 0,
+    ) -> None:  # fmt: skip
+        self._failed, self._exited, self._own_code, self._pid = failed, exited, own_code, os.getpid()
         self._is_over = False
         self._code: Any = None
         self._before, self._exit = sys.excepthook, sys.exit
@@ -136,6 +154,16 @@ class Ending:
     def is_over(self) -> None:
         """Report nothing at exit: the end is on record."""
         self._is_over = True
+
+    def fail(self, error: TrainingFailed) -> None:
+        """End this process as failed, from a thread: the main thread may never come back."""
+        if self._is_over:
+            return
+        self._is_over = True
+        with contextlib.suppress(OSError):
+            screen.remark(str(error))
+        self._report(error)
+        leave(EXIT_FAILED)
 
     def goes_on(self) -> None:
         """Forget a sys.exit() that the script has caught."""
@@ -163,7 +191,7 @@ class Ending:
             self._before(kind, error, trace)
         code = EXIT_REFUSED if self._report(error) else code
         if not (sys.flags.interactive or sys.flags.inspect):
-            _leave(code)  # else Python would end with code 1, and wait for ranks that are gone
+            leave_with(code)  # else Python would end with code 1, and wait for ranks that are gone
 
     def _report(self, error: BaseException) -> bool:
         try:
@@ -178,6 +206,7 @@ class Ending:
         self._is_over = True
         if self._code not in (None, 0):
             self._report(SystemExit(self._code))
+            _leave_later(self._code if isinstance(self._code, int) else 1)
             return
         try:
             code = self._exited()
@@ -189,10 +218,33 @@ class Ending:
             self._report(error)
             code = EXIT_REFUSED if isinstance(error, Refused) else EXIT_FAILED
         if code is not None:
-            _leave(code)
+            leave_with(code)
+        _leave_later(self._own_code())
 
 
-def _leave(code: int) -> NoReturn:
+def leave_with(code: int) -> NoReturn:
     """End this process with a code of our own, after the exit functions of the script and its libraries."""
+    _leave_later(code)
     atexit._run_exitfuncs()
     leave(code)
+
+
+def _leave_later(code: int) -> None:
+    """End this process with this code if it does not end by itself: Python waits for threads and processes for ever.
+
+    The main thread has ended, and how the process ends is on record.
+    """
+
+    def wait() -> None:
+        time.sleep(_LINGER)
+        others = [one.name for one in threading.enumerate() if not one.daemon and one is not threading.main_thread()]
+        names = f" ({', '.join(others[:_MOST])})" if others else ""
+        with contextlib.suppress(OSError, ValueError):
+            screen.remark(
+                f"the script ended {_LINGER:.0f} s ago, but a thread, process or exit function of it does not "
+                f"end{names}; the process is ended"
+            )
+        leave(code)
+
+    with contextlib.suppress(RuntimeError):  # no thread can be started
+        threading.Thread(target=wait, name="train-lingering", daemon=True).start()

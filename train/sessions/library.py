@@ -2,17 +2,53 @@
 
 It writes them into a checkpoint of the session, which is committed as any other. So a library's checkpoint is whole or
 does not exist, and `session.newest()` names the one to load.
+
+A binding calls `hand_over` once, then `check_loaded`, `begin_training` and `adopt` where the training begins,
+`batch_done` after each batch, `pause_if_due` where the library's checkpoint holds all that was done for that batch, and
+`trained` at the end.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from ..errors import Refused
-from ..run import heartbeat
+from .loader import Loader
 from .state import Position
+
+
+class Session(Protocol):
+    """What a session gives to a binding. Every rank calls the methods alike; session.py describes them."""
+
+    @property
+    def rank(self) -> int: ...
+    @property
+    def ranks(self) -> int: ...
+    @property
+    def position(self) -> Position: ...
+    @property
+    def updates(self) -> int: ...
+    @property
+    def is_clean(self) -> bool: ...
+    @property
+    def library_folder(self) -> Path | None: ...
+
+    def loader(self, dataset: Any, batch_size: int, **options: Any) -> Loader: ...
+    def owns(self, loader: Any) -> bool: ...
+    def hand_over(
+        self, library: str, *, write: Callable[[Path], None], before_fetch: Callable[[], None] = ...
+    ) -> None: ...
+    def adopt(self, model: Any, optimizers: list[Any], scaler: Any = None) -> None: ...
+    def begin_training(self) -> None: ...
+    def claim_signals(self) -> None: ...
+    def before_batch(self, step: int) -> None: ...
+    def batch_done(self, epoch: int, batch: int) -> None: ...
+    def pause_if_due(self) -> None: ...
+    def evaluating(self) -> None: ...
+    def add_line(self, figures: Mapping[str, Any], *, of: str = "", total_steps: int | None = None) -> None: ...
+    def trained(self) -> None: ...
 
 
 class Library:
@@ -21,7 +57,7 @@ class Library:
     continue_by = ""
     """How a script loads the newest checkpoint, for messages."""
 
-    def __init__(self, session: Any, name: str) -> None:
+    def __init__(self, session: Session, name: str) -> None:
         """
         Args:
             name: the library's, for messages.
@@ -29,51 +65,34 @@ class Library:
         self.session = session
         self.total_steps: int | None = None
         """Updates of the whole training, if known."""
-        self._is_adopted = False
-        session._hand_to(name, self.write)
+        self.has_ended = False
+        """Whether the training has reached its end, which the library's own checkpoint may not say."""
+        self.is_adopted = False
+        session.hand_over(name, write=self.write, before_fetch=self.before_fetch)
 
     def write(self, folder: Path) -> None:
         """Write the library's checkpoint into a folder. All ranks call it. An OSError on one of them fails the save."""
         raise NotImplementedError
 
+    def before_fetch(self) -> None:
+        """Do what comes between two batches of a pass, before the second one is fetched."""
+
     def check_loaded(self, updates: int) -> None:
         """Check that the library has loaded the checkpoint with which the session continues."""
-        if updates != (at := self.session._at.updates):
+        if updates != (at := self.session.position.updates):
             raise Refused(f"the run continues at step {at}, the library at step {updates}; write {self.continue_by}")
 
     def adopt(self, model: Any, optimizers: list[Any], scaler: Any = None) -> None:
-        """Lay out the buckets of this model's DDP, take its digest at the end, and count the optimizers' updates."""
-        if not self._is_adopted:
-            self._is_adopted = True
-            self.session._state.register(model=model)
-            self.session._state.follow(optimizers, scaler)
-
-    def batch_done(self, epoch: int, batch: int) -> None:
-        """Note that so many batches of this epoch are done."""
-        session = self.session
-        session._state.border()
-        session._at = Position(epoch, batch, session._state.updates)
-        session._place.beat(heartbeat.TRAINING, session._state.updates)
-
-    def evaluating(self) -> None:
-        """Note that the library evaluates, which may take long."""
-        self.session._place.beat(heartbeat.EVALUATING, self.session._state.updates)
+        """Hand what the library has made to the session, once."""
+        if not self.is_adopted:
+            self.is_adopted = True
+            self.session.adopt(model, optimizers, scaler)
 
     def add_line(self, figures: Mapping[str, Any], of: str = "") -> None:
-        """Append a line with these figures to metrics.jsonl.
-
-        Args:
-            of: "eval" for figures of an evaluation.
-        """
-        session = self.session
-        if not figures or not session._place.is_first:
-            return
-        numbers = {name: float(value) for name, value in figures.items()}
-        line = {"step": session._state.updates, "epoch": session._at.epoch + 1}
-        total = {"total_steps": self.total_steps} if self.total_steps and not of else {}
-        session._place.log(line | total | ({of: numbers} if of else numbers))
+        """Append a line with these figures to metrics.jsonl; see Session."""
+        self.session.add_line(figures, of=of, total_steps=self.total_steps)
 
     def trained(self) -> None:
-        """Save at the end of the training. What the script does after it belongs to no checkpoint."""
-        self.session._save(is_last=True)
-        self.session._is_complete = True
+        """Save at the end of the training, for good."""
+        self.has_ended = True
+        self.session.trained()

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import functools
 import io
+import types
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -17,12 +20,13 @@ from torch.nn.parallel import DistributedDataParallel
 from ..data.to_device import mapped
 from ..errors import Refused, one_line
 from ..parallel.torch_private import copy_metadata
+from .extras import Extras
 
 MODEL, OBJECTS = "model", "objects"
 """Sections of a checkpoint: the tensors of modules, and those of all other objects."""
 Key = tuple[str, str]
 """A section and a name in it."""
-_MARK = "\0tensor "
+_MARK, _FUNCTION = "\0tensor ", "\0function "
 _WRAPPERS = (DistributedDataParallel, nn.DataParallel)
 _SAVES_ITSELF = {
     "FullyShardedDataParallel": "FSDP1 saves by itself; shard the model with fully_shard (FSDP2), or save it yourself",
@@ -127,8 +131,46 @@ def put_in(state: Any, tensor: Callable[[int], Tensor]) -> Any:
     return mapped(state, replaced)
 
 
+def _named(value: Any) -> Any:
+    """Return a mark with the name of a function, and other values as they are. A function is code of the script."""
+    is_function = isinstance(value, (types.FunctionType, types.BuiltinFunctionType))
+    return f"{_FUNCTION}{value.__module__}.{value.__qualname__}" if is_function else value
+
+
+def _with_functions(saved: Any, own: Any, path: str, left: list[str]) -> Any:
+    """Return a state with the functions of the present object instead of names.
+
+    Args:
+        left: gets a line for each function that has another name now.
+    """
+    if isinstance(saved, str) and saved.startswith(_FUNCTION):
+        if _named(own) != saved:
+            now = _named(own) if callable(own) else repr(own)
+            left.append(f"{path}: was {saved.removeprefix(_FUNCTION)}, is {str(now).removeprefix(_FUNCTION)[:80]}")
+        return own
+    if isinstance(saved, Mapping):
+        inner = own if isinstance(own, Mapping) else {}
+        made: Any = {key: _with_functions(one, inner.get(key), f"{path}.{key}", left) for key, one in saved.items()}
+        changed = {key: one for key, one in made.items() if one is not saved[key]}
+        if changed:
+            saved = copy.copy(saved)
+            for key, one in changed.items():
+                saved[key] = one
+        return saved
+    if type(saved) in (list, tuple):
+        others = own if isinstance(own, (list, tuple)) else ()
+        return type(saved)(
+            _with_functions(one, others[number] if number < len(others) else None, f"{path}.{number}", left)
+            for number, one in enumerate(saved)
+        )
+    return saved
+
+
 class Registered:
     """A scheduler, a scaler, or any object with state_dict and load_state_dict."""
+
+    order = 3
+    """Objects are loaded by this number: an optimizer's moments take the dtypes of parameters."""
 
     def __init__(self, name: str, value: Any) -> None:
         self.name, self.value = name, value
@@ -139,7 +181,15 @@ class Registered:
 
     def take_apart(self, parts: Parts) -> Any:
         """Return the state with marks, after its tensors were put into `parts`."""
-        return mapped(self.value.state_dict(), parts.take_out(self.key))
+        mark = parts.take_out(self.key)
+        return mapped(self.value.state_dict(), lambda value: mark(_named(value)))
+
+    def prepare(self, state: Any) -> None:
+        """Make places for a saved state, whose tensors may not be read yet. A second call does nothing.
+
+        Raises:
+            ValueError: that is impossible.
+        """
 
     def like(self, ref: Ref, number: int) -> Any:
         """Return the tensor of the present object that this one of the saved state is spread over ranks like.
@@ -157,30 +207,61 @@ class Registered:
         is_torchs = isinstance(self.value, (torch.optim.lr_scheduler.LRScheduler, torch.amp.GradScaler))
         return _texts(self.value.state_dict()) if is_torchs else {}
 
-    def load(self, state: Any) -> None:
-        """Load a whole state."""
-        self.value.load_state_dict(state)
+    def load(self, state: Any) -> list[str]:
+        """Load a whole state. Returns lines `NAME: was A, is B` for what it could not restore."""
+        left: list[str] = []
+        self.value.load_state_dict(_with_functions(state, self.value.state_dict(), self.name, left))
+        return left
+
+    def parameters_by_key(self) -> Iterable[tuple[Any, Tensor, Any]]:
+        """Yield key, parameter, and what a Ref says of it."""
+        return ()
 
 
 class Module(Registered):
-    """A module, under names that do not depend on DDP and torch.compile around it or parts of it."""
+    """A module, under names that do not depend on DDP and torch.compile around it or parts of it.
 
+    Its state has two parts: what its state dict has, and what it lacks.
+    """
+
+    order = 0
     prefix = ""
     """Precedes names in the checkpoint, if several modules are registered."""
+
+    def __init__(self, name: str, value: nn.Module) -> None:
+        super().__init__(name, value)
+        self._extras = Extras(self._modules())
+        self._first = _bytes_of(packed(self._extras.first))
+        """That of the extras. Packed once: it may be long, and never changes."""
 
     @property
     def is_compiled(self) -> bool:
         """Whether torch.compile wraps the module or a part of it."""
         return any("_orig_mod" in dict(one.named_children()) for one in self.value.modules())
 
-    def names(self) -> dict[str, str]:
-        """Map the names in a checkpoint to those of the module's own state."""
-        drops = {}
+    def _drops(self) -> set[str]:
+        """Return the paths of modules inside wrappers."""
+        drops = set()
         for path, module in self.value.named_modules():
             inner = "module" if isinstance(module, _WRAPPERS) else "_orig_mod"
             if isinstance(module, _WRAPPERS) or inner in dict(module.named_children()):
-                drops[f"{path}.{inner}" if path else inner] = inner
+                drops.add(f"{path}.{inner}" if path else inner)
+        return drops
+
+    def _modules(self) -> dict[str, nn.Module]:
+        """Return modules by clean paths, without wrappers."""
+        drops = self._drops()
+        return {_clean(path, drops): one for path, one in self.value.named_modules()}  # the inner one comes later
+
+    def names(self) -> dict[str, str]:
+        """Map the names in a checkpoint to those of the module's own state."""
+        drops = self._drops()
         return {_clean(name, drops): name for name in self.value.state_dict()}
+
+    def parameters_by_key(self) -> Iterable[tuple[Any, Tensor, Any]]:
+        drops = self._drops()
+        for name, parameter in self.value.named_parameters():
+            yield _clean(name, drops), parameter, name
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the tensors of the state under clean names."""
@@ -193,22 +274,33 @@ class Module(Registered):
         for clean, name in self.names().items():
             key = MODEL, self.prefix + clean
             found[clean] = mapped(state[name], parts.take_out(lambda _, key=key: key, of=name))  # type: ignore[misc]
-        return found
+        modules = self._modules()
+        beside = {
+            name: parts.take_out(lambda _, key=(OBJECTS, f"{self.name}.beside.{name}"): key)(tensor)  # type: ignore[misc]
+            for name, tensor in self._extras.tensors(modules).items()
+        }
+        first = parts.take_out(lambda _: (OBJECTS, f"{self.name}.first"))(self._first)
+        return {"state": found, "extras": self._extras.state(modules), "first": first, "beside": beside}
 
     def like(self, ref: Ref, number: int) -> Any:
         return self.value.state_dict().get(ref.of)
 
-    def load(self, state: Any) -> None:
-        own = self.names()
-        for these, those, what in ((state, own, "not in the model"), (own, state, "not in the checkpoint")):
+    def load(self, state: Any) -> list[str]:
+        modules = self._modules()
+        self._first = state["first"].cpu().clone()
+        left = self._extras.restore(modules, unpacked(self._first.numpy().tobytes()), state["extras"])
+        saved, own = state["state"], self.names()
+        for these, those, what in ((saved, own, "not in the model"), (own, saved, "not in the checkpoint")):
             if missing := [name for name in these if name not in those]:
                 raise ValueError(f"{missing[0]} is {what}")
-        found = OrderedDict((own[name], value) for name, value in state.items())
+        found = OrderedDict((own[name], value) for name, value in saved.items())
         copy_metadata(found, self.value)
         self.value.load_state_dict(found)
+        self._extras.fill(modules, state["beside"])
+        return [f"{self.name}.{line}" for line in left]
 
 
-def _clean(name: str, drops: Mapping[str, str]) -> str:
+def _clean(name: str, drops: set[str]) -> str:
     """Return a name without the parts that wrappers add."""
     kept, path = [], ""
     for part in name.split("."):
@@ -222,17 +314,72 @@ class Optimizer(Registered):
     """An optimizer. What it holds of a parameter is spread over ranks as the parameter is."""
 
     value: torch.optim.Optimizer
+    order = 1
+    outer: Optimizer | None = None
+    """The optimizer that holds this one and shares its groups, as SAM does. It is loaded before."""
+
+    def __init__(self, name: str, value: torch.optim.Optimizer) -> None:
+        super().__init__(name, value)
+        self.modules: list[Module] = []
+        """The registered modules, by whose names parameters are found."""
+        self._made = len(value.param_groups)
+        """Groups at `register`. Training may add others."""
+
+    def share_groups(self, outer: Optimizer) -> None:
+        """Share groups after loading, if both share them now."""
+        if self.value.param_groups is outer.value.param_groups:
+            self.outer, self.order = outer, 2
 
     @property
     def parameters(self) -> list[Tensor]:
         return [parameter for group in self.value.param_groups for parameter in group["params"]]
 
+    def parameters_by_key(self) -> Iterable[tuple[Any, Tensor, Any]]:
+        return ((number, parameter, number) for number, parameter in enumerate(self.parameters))
+
     def take_apart(self, parts: Parts) -> Any:
-        state = dict(self.value.state_dict())
+        state, mark = dict(self.value.state_dict()), parts.take_out(self.key)
         held = state.pop("state", {})
-        made = mapped(state, parts.take_out(self.key))
+        made = mapped(state, lambda value: mark(_named(value)))
         made["state"] = {number: mapped(one, parts.take_out(self.key, of=number)) for number, one in held.items()}
-        return made
+        added = self.value.param_groups[self._made :]
+        return {"state": made, "added": self._names_of(added) if added else []}
+
+    def _names_of(self, groups: list[dict[str, Any]]) -> list[list[Any]]:
+        """Return for each group the modules and names of its parameters; None: in no registered module."""
+        names = {id(one): [each.name, key] for each in self.modules for key, one, _ in each.parameters_by_key()}
+        return [[names.get(id(parameter)) for parameter in group["params"]] for group in groups]
+
+    def prepare(self, state: Any) -> None:
+        """Add the groups that training has added."""
+        added, groups = state["added"], state["state"].get("param_groups", [])
+        if len(groups) == len(self.value.param_groups) or not added or self.outer is not None:
+            return
+        found = {each.name: {key: one for key, one, _ in each.parameters_by_key()} for each in self.modules}
+        again: list[set[int]] = []
+        for names in added:
+            parameters = [found.get(name[0], {}).get(name[1]) if name else None for name in names]
+            if len(groups) != self._made + len(added) or any(one is None for one in parameters):
+                raise ValueError("training has added a group of parameters; add it before session.register on a resume")
+            self.value.add_param_group({"params": parameters})
+            again.append(set(map(id, parameters)))
+        self._let_add_again(again)
+
+    def _let_add_again(self, added: list[set[int]]) -> None:
+        """Let the script add these groups once more: a resume repeats the head of an epoch."""
+        add = self.value.add_param_group
+
+        @functools.wraps(add)
+        def add_param_group(group: dict[str, Any]) -> None:
+            given = group["params"]
+            group = {**group, "params": [given] if isinstance(given, Tensor) else list(given)}
+            ids = {id(one[1] if isinstance(one, tuple) else one) for one in group["params"]}
+            if ids in added:
+                added.remove(ids)
+            else:
+                add(group)
+
+        vars(self.value)["add_param_group"] = add_param_group
 
     def like(self, ref: Ref, number: int) -> Any:
         own = self.parameters
@@ -244,14 +391,22 @@ class Optimizer(Registered):
             found |= _texts(group, f" of group {number}" if number else "")
         return found
 
-    def load(self, state: Any) -> None:
-        super().load(state)
+    def load(self, state: Any) -> list[str]:
+        self.prepare(state)
+        left = super().load(state := state["state"])
+        if self.outer is not None:
+            self.value.param_groups = self.outer.value.param_groups
+        needed = getattr(self.value, "defaults", {})  # some wrappers leave out Optimizer.__init__
+        missing = [name for group in self.value.param_groups for name in needed if name not in group]
+        if missing:
+            raise ValueError(f"the saved groups have no {missing[0]}, so they are of another class of optimizers")
         # torch casts moments to the type of their parameter, but some optimizers keep them in fp32 for bf16 weights
         for number, parameter in enumerate(self.parameters):
             for name, saved in state["state"].get(number, {}).items():
                 own = self.value.state.get(parameter, {}).get(name)
                 if isinstance(own, Tensor) and isinstance(saved, Tensor) and own.dtype != saved.dtype:
                     self.value.state[parameter][name] = saved.to(own.device)
+        return left
 
 
 def _texts(values: Mapping[str, Any], end: str = "") -> dict[str, str]:
@@ -288,6 +443,18 @@ def registered(name: str, value: Any) -> Registered:
     return Optimizer(name, inner) if isinstance(inner, torch.optim.Optimizer) else Registered(name, value)
 
 
+def is_of_user(one: Registered) -> bool:
+    """Whether it is an object of a class that torch does not have, which may save anything."""
+    is_torchs = isinstance(one.value, (torch.optim.lr_scheduler.LRScheduler, torch.amp.GradScaler))
+    return not isinstance(one, (Module, Optimizer)) and not is_torchs
+
+
+def held_optimizers(one: Registered) -> dict[str, torch.optim.Optimizer]:
+    """Return optimizers that are attributes of an object: SAM and Lookahead save nothing of the one that they hold."""
+    held = getattr(one.value, "__dict__", {})
+    return {f"{one.name}.{name}": value for name, value in held.items() if isinstance(value, torch.optim.Optimizer)}
+
+
 def unwrapped(value: Any) -> Any:
     """Return the optimizer inside the wrappers of Accelerate and Fabric, whose own hooks nothing calls."""
     while isinstance(inner := getattr(value, "optimizer", None), torch.optim.Optimizer) and _is_wrapper(value):
@@ -313,6 +480,10 @@ def packed(values: Any) -> bytes:
     data = buffer.getvalue()
     unpacked(data)
     return data
+
+
+def _bytes_of(data: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 
 def unpacked(data: bytes) -> Any:

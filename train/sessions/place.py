@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import datetime
+import logging
 import multiprocessing
 import os
 import threading
@@ -19,7 +20,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from .. import faults, screen
-from ..errors import EXIT_STOPPED, Refused, TrainingFailed
+from ..checkpoint.buffers import ENVIRONMENT
+from ..errors import EXIT_FAILED, EXIT_REFUSED, EXIT_STOPPED, Refused, TrainingFailed
 from ..parallel.rank_env import RankEnv, is_under_torchrun, meeting_port, read_rank_env, store_port
 from ..run import durable, heartbeat, outcome
 from ..run.heartbeat import Heart
@@ -27,19 +29,26 @@ from ..run.metrics import Lines, metrics_text
 from ..run.outcome import Kind, Outcome
 from ..run.run_folder import Run
 from ..signals import CTRL_C
-from . import own_run
+from . import own_run, waiting
 from .agreement import Agreement
-from .ending import Ending, Signals
+from .ending import Ending, Signals, leave_with
 from .own_run import OwnRun
+from .parting import Parting
 
-SAVE, STOP = "save", "stop"
-"""What `Place.due` can say."""
+log = logging.getLogger("train")
+
+SAVE, STOP, COPY = "save", "stop", "copy"
+"""What `Place.due` can say. COPY: into memory."""
 _MEETING = datetime.timedelta(seconds=300)
 """How long a rank tries to reach the store."""
 _PATIENCE = datetime.timedelta(hours=2)
 """How long ranks wait for one that makes a folder or verifies a checkpoint."""
+_ASKED, _LEFT = "asked", "left"
+"""Keys in the store: a rank was asked to stop; why one has stopped without the others."""
 _LAST_WAIT = datetime.timedelta(seconds=60)
 """How long a rank that has stopped waits until rank 0 has recorded it."""
+_SETTLE = 10.0
+"""Seconds that a failing script gives a checkpoint that is being written."""
 _NOTICED = 60.0
 """Seconds after which the refusal of a process that a rank has started is not the reason for the rank's end."""
 _NOTE_EVERY = 1.0
@@ -58,7 +67,11 @@ class Place:
         self._is_spawned = _is_spawned()
         self._is_open = self._is_due = self._is_stopping = self._has_begun = False
         self.stop = Signals()
-        self._ending = Ending(failed=self._failed, exited=self._exited)  # first: it prints what refuses the rest
+        # first: it prints what refuses the rest
+        self._ending = Ending(failed=self._failed, exited=self._exited, own_code=lambda: self._own_code)
+        self.explain: Callable[[BaseException], str] = lambda error: ""
+        """Returns what an exception means in this session; ''."""
+        self.parting = Parting(None, rank=0, size=1, fail=self._give_up)
         try:
             self._find(save_every, save_minutes)
         except BaseException:
@@ -72,13 +85,20 @@ class Place:
         self.local_rank, self.local_size = rank_env.local_rank, rank_env.local_size
         self._save_every, self._save_seconds = save_every or 0, 60 * (save_minutes or 0.0)
         self._saved, self._saved_at = 0, time.monotonic()
+        self.copy_every = self._copied = 0
+        """Number of updates between two copies in memory, on which the ranks have agreed; 0: none yet."""
+        self.snapshot_memory = ""
+        """Address of the memory for snapshots; '': none."""
         self._lines: Lines | None = None
         self._note_at = 0.0
         self._finish: Callable[[], None] = lambda: None
         self._is_complete: Callable[[], bool] = lambda: True
+        self._settle: Callable[[float], None] = lambda _: None
         self._store = _connect(rank_env)
+        self.parting = Parting(self._store, rank=self.rank, size=self.size, fail=self._give_up)
         if _is_launched():
             self.run, self.attempt = _launched_run(), int(os.environ["TRAIN_ATTEMPT"])
+            self.snapshot_memory = os.environ.pop(ENVIRONMENT, "")
             if self.is_first:
                 self.run.note(session=True)
         else:
@@ -165,6 +185,9 @@ class Place:
         """
         _check_group(self.size)
         self._has_begun, self._saved, self._saved_at = True, from_step, time.monotonic()
+        self._copied = from_step
+        if self.size > 1:
+            self.stop.wait.listen(lambda: self._is_told(_ASKED), lambda: self._tell(_ASKED, "1"))
         if self.is_first:
             with contextlib.suppress(FileNotFoundError):
                 if self.run.metrics.stat().st_size > metrics_bytes:
@@ -190,28 +213,66 @@ class Place:
             known = {name: line[name] for name in ("step", "epoch", "loss", "total_steps") if name in line}
             self.run.note(**known)
 
+    def not_exact(self, reason: str) -> None:
+        """Name what no checkpoint restores: in the log, and in run.json for `train show`. Any rank may call it.
+
+        Args:
+            reason: `OBJECT: was A, is B`, or another line of that length.
+        """
+        if self.run.note_not_exact(reason):
+            log.warning("not exact: %s", reason)
+
     def sync(self) -> str:
         """Make the lines durable. Returns what prevents this; '' if nothing does."""
         return "" if self._lines is None or self._lines.sync() else self._lines.problem
+
+    @property
+    def is_written(self) -> bool:
+        """Whether the disk has taken all lines."""
+        return self._lines is None or self._lines.is_written
 
     def metrics_size(self) -> int:
         """Return the bytes of metrics.jsonl, which a checkpoint notes; 0 on ranks other than the first."""
         return self.run.metrics.stat().st_size if self._lines is not None else 0
 
-    def due(self, updates: int) -> str:
-        """Return what all ranks do now, after this many updates: SAVE, STOP, or '' for nothing.
+    def due(self, updates: int, copy_every: int = 0) -> str:
+        """Return what all ranks do now, after this many updates: SAVE, STOP, COPY, or '' for nothing.
 
         Call it once at each border where a checkpoint may be taken, on every rank. SAVE lasts until `saved`.
+
+        Args:
+            copy_every: the number of updates between two copies in memory that this rank wants; 0: as it is.
         """
         self.stop.look()
         self._ending.goes_on()
-        wants = STOP if self.stop.asked else SAVE if self._is_time() else ""
-        agreed = self._agreement.due(updates, wants)
+        wants = STOP if self.stop.asked else SAVE if self._is_time() else f"{COPY} {copy_every}" if copy_every else ""
+        agreed, _, number = self._agreement.due(updates, wants).partition(" ")
+        if agreed == COPY:
+            self.copy_every, self._copied = int(number), updates
         self._is_stopping |= agreed == STOP
         self._is_due |= agreed == SAVE
         if self._save_every and updates // self._save_every > self._saved // self._save_every:
             self._is_due = True
+        if self.agreed:
+            return self.agreed
+        if not self.copy_every or updates // self.copy_every == self._copied // self.copy_every:
+            return ""
+        self._copied = updates
+        return COPY
+
+    @property
+    def agreed(self) -> str:
+        """What all ranks have agreed on and is not done yet, as `due` says it."""
         return STOP if self._is_stopping else SAVE if self._is_due else ""
+
+    def wants_stop(self) -> bool:
+        """Whether this rank was asked to stop."""
+        self.stop.look()
+        return self.stop.asked
+
+    def agree_to_stop(self) -> None:
+        """Note that all ranks have agreed to stop, without an update."""
+        self._is_stopping = True
 
     @property
     def is_stopping(self) -> bool:
@@ -234,14 +295,18 @@ class Place:
 
     # --- the end
 
-    def at_exit(self, finish: Callable[[], None], is_complete: Callable[[], bool]) -> None:
-        """Set what a clean exit without an end does.
+    def at_exit(
+        self, finish: Callable[[], None], is_complete: Callable[[], bool],
+        settle: Callable[[float], None] = lambda _: None,
+    ) -> None:  # fmt: skip
+        """Set what a clean exit without an end does, and what a failure does first.
 
         Args:
             finish: Ends the session as finished.
             is_complete: Whether the loop has reached its end. If not, an exit after a request to stop is a stop.
+            settle: Gives a checkpoint that is being written some seconds.
         """
-        self._finish, self._is_complete = finish, is_complete
+        self._finish, self._is_complete, self._settle = finish, is_complete, settle
 
     def end(
         self, kind: Kind, *, step: int, epoch: int | None = None, reason: str = "",
@@ -252,6 +317,7 @@ class Place:
         self._report(Outcome(rank=self.rank, kind=kind, step=step, reason=reason, figures=known | dict(figures or {})))
         if kind is Kind.FINISHED:
             self.stop.release()  # what the script does from now on is its own
+            self.parting.close()
         if self._lines is not None:
             self._lines.sync()
 
@@ -288,16 +354,60 @@ class Place:
                 self._store.wait(["stopped"], _LAST_WAIT)
         raise SystemExit(self._stop_code)
 
+    def stop_without_a_batch(self) -> NoReturn:
+        """End this process as stopped at the newest checkpoint, because a batch does not come. Ranks that wait for this
+        one learn why it is gone."""
+        step = self.run.newest_checkpoint
+        at = f"at the checkpoint of step {step}" if step else "before the first checkpoint"
+        why = f"stopped {at}, because rank {self.rank} has waited {waiting.PATIENCE:.0f} s for a batch"
+        self._tell(_LEFT, why)
+        self._stopped_at_newest(step, why)
+        if self.size == 1:
+            raise SystemExit(self._stop_code)
+        self._exited()
+        leave_with(self._stop_code)  # `finally` of the script may wait for the other ranks
+
+    def _stopped_at_newest(self, step: int, why: str) -> None:
+        self.end(Kind.STOPPED, step=step, reason=self.stop.reason or "another rank was asked to")
+        with contextlib.suppress(OSError):
+            screen.remark(why + (f"; continue with: train resume {self.run.name}" if step else ""))
+
+    def _why_left(self) -> str:
+        """Return why another rank has stopped without this one; '' if none has."""
+        return str(self._store.get(_LEFT).decode()) if self._is_open and self._is_told(_LEFT) else ""
+
+    def _is_told(self, key: str) -> bool:
+        with contextlib.suppress(RuntimeError):  # the store is gone
+            return self._store is not None and bool(self._store.check([key]))
+        return False
+
     @property
     def _stop_code(self) -> int:
         is_restarted = not _is_launched() and own_run.is_of_torchrun()
         return 0 if is_restarted else EXIT_STOPPED
 
+    @property
+    def _own_code(self) -> int:
+        """The exit code of the end that is on record."""
+        kind = Kind.FINISHED if self._ended is None else self._ended.kind
+        return {Kind.FINISHED: 0, Kind.STOPPED: self._stop_code, Kind.REFUSED: EXIT_REFUSED}.get(kind, EXIT_FAILED)
+
+    def _give_up(self, reason: str) -> None:
+        """End this process as failed. Called in a thread."""
+        self._ending.fail(TrainingFailed(reason))
+
     def _failed(self, error: BaseException) -> bool:
         """Record an exception that has ended the script. Returns whether the request was wrong."""
+        self.parting.close()
+        if self._is_open:
+            self._settle(_SETTLE)
         if self._ended is None or self._ended.kind is not Kind.STOPPED:  # else the checkpoint is saved: it stays so
             if isinstance(error, KeyboardInterrupt) and self._own is not None:
                 self.stop.ask(CTRL_C, "Ctrl-C twice", now=True)
+            elif why := self._why_left():  # so this rank could not reach it
+                self._stopped_at_newest(self.run.newest_checkpoint, why)
+                self._exited()
+                leave_with(self._stop_code)
             else:
                 self._report(self._outcome_of(error))
         if self._own is not None:
@@ -319,10 +429,15 @@ class Place:
             raise error
         except BaseException as raised:
             why = diagnose.failure_of(raised, None)
+        if hint := self.explain(error):
+            why["reason"] += f"; {hint}"
+            with contextlib.suppress(OSError):
+                screen.remark(hint)
         return Outcome(rank=rank, kind=Kind.DIED, step=step, is_of_system=isinstance(error, OSError), **why)
 
     def _exited(self) -> int | None:
         """Record a clean exit. Returns the exit code; None: Python's own."""
+        self.parting.close()
         code = None
         if self._ended is None and self._has_begun:
             if self.stop.asked and not self._is_complete():

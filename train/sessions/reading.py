@@ -49,7 +49,7 @@ class Reading:
             ref = self._refs[number]
             made[number] = places[self._path(ref.key)] = ref.empty(one.like(ref, place))
         self._read(places)
-        return objects.put_in(state, lambda number: _as_it_was(made[number], self._refs[number], one))
+        return objects.put_in(state, lambda number: as_it_was(made[number], self._refs[number], one))
 
     def _path(self, key: Key) -> tuple[Any, ...]:
         own = self._own, ".".join(key)
@@ -66,7 +66,7 @@ class Reading:
             dcp.load(tree, storage_reader=self._reader, no_dist=True)
 
 
-def _as_it_was(tensor: Tensor, ref: Ref, one: Registered) -> Tensor:
+def as_it_was(tensor: Tensor, ref: Ref, one: Registered) -> Tensor:
     """Return a tensor on the kind of device and of the kind that it was saved from."""
     is_torchs = isinstance(one, (Module, Optimizer))  # they put values where they belong
     if ref.is_on_gpu and not is_torchs and torch.cuda.is_available():

@@ -28,6 +28,12 @@ _TORCH = 2**63 - 1
 """The largest seed that torch takes."""
 
 
+def have_drawn() -> bool:
+    """Whether something was drawn from torch's generator since it was seeded, for example the weights of a model."""
+    unused = torch.Generator().manual_seed(torch.initial_seed())
+    return not torch.equal(unused.get_state(), torch.default_generator.get_state())
+
+
 def at_start(seed: int) -> None:
     """Seed Python, NumPy and torch as scripts do themselves, so that data and first weights are the same on all ranks
     and in every attempt."""

@@ -262,11 +262,12 @@ class ScriptHealth(TaskHealth):
             for pid in living:
                 self._kill(pid, signal.SIGTERM)
             self._end_in(SCRIPT_GRACE)
+        ranks = zip(self._ranks, started, beats, strict=False)
+        # what a session does after its end (an export, say) may take any time, and it ends its process itself
+        running = {rank: pid for rank, pid, beat in ranks if pid in living and not (beat and _is_over(beat))}
         if not exits:
-            running = {rank: pid for rank, pid in zip(self._ranks, started, strict=False) if pid in living}
-            ending = {rank for rank, beat in zip(self._ranks, beats, strict=True) if beat and _is_over(beat)}
-            self._lingering.look(running, ending)
-        may_hang = living and not (self.hang or is_stopping)  # after a stop request a script may take any time
+            self._lingering.look(running)
+        may_hang = running and not (self.hang or is_stopping)  # after a stop request a script may take any time
         hang = self._hangs(beats, False)
         if self._is_routine(beats):
             self._used = {}  # the next quiet phase begins at its start

@@ -1,7 +1,7 @@
 """Finds a script whose work is done, but that does not end: a thread or a process that it has started goes on.
 
 Python waits for such threads and processes at its exit, without a word. A main thread that has used no CPU for a minute
-is looked at by py-spy, where that is installed and allowed. The end of a session is known by itself.
+is looked at by py-spy, where that is installed and allowed. A session ends such a process itself (sessions/ending.py).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 _IDLE = 60.0
@@ -44,12 +44,11 @@ class Lingering:
         self._since: dict[int, float] = {}
         self._spy: tuple[int, subprocess.Popen[str]] | None = None
 
-    def look(self, pids: Mapping[int, int], ended: Collection[int]) -> None:
+    def look(self, pids: Mapping[int, int]) -> None:
         """Look at the ranks that still run. Call this several times per second.
 
         Args:
             pids: Maps ranks to process ids.
-            ended: Ranks that have reported their end.
         """
         now = time.monotonic()
         if self._is_told or now < self._look_at:
@@ -60,8 +59,6 @@ class Lingering:
             used = _used(pid)
             if used != self._used.get(rank):
                 self._used[rank], self._since[rank] = used, now
-            elif now - self._since[rank] > _IDLE and rank in ended:
-                self._say(rank, "")
             elif now - self._since[rank] > _IDLE and self._spy is None:
                 self._since[rank] = now
                 with contextlib.suppress(OSError):

@@ -85,6 +85,8 @@ class Ranks(abc.ABC):
         self.rank_envs: list[RankEnv] = []
         self._lock, self._zygote, self._nodes = lock, zygote, nodes
         self._is_foreground = is_foreground
+        self.memory: SnapshotMemory | None = None
+        """The memory for snapshots of the state, from which a restart continues; None: not used."""
         self._pids: dict[int, int] = {}
         self._codes: dict[int, int] = {}
         self._first: dict[int, int] = {}
@@ -209,7 +211,11 @@ class Ranks(abc.ABC):
     @property
     def copied(self) -> int:
         """The newest step of which all ranks have a snapshot in memory; 0: none."""
-        return 0
+        return self.memory.step if self.memory is not None else 0
+
+    @property
+    def _memory_address(self) -> str:
+        return self.memory.address if self.memory is not None else ""  # '' hides the variable of an enclosing run
 
 
 class TaskRanks(Ranks):
@@ -222,8 +228,7 @@ class TaskRanks(Ranks):
         self.memory = None if self._is_foreground else snapshot_memory(spec, count)
 
     def _start(self, spec: Spec, attempt: int) -> None:
-        address = self.memory.address if self.memory is not None else ""  # '' hides the variable of an enclosing run
-        common = {"OMP_NUM_THREADS": str(spec.config.get("cpu_threads", 1)), ENVIRONMENT: address}
+        common = {"OMP_NUM_THREADS": str(spec.config.get("cpu_threads", 1)), ENVIRONMENT: self._memory_address}
         meeting: dict[str, Any] = {}
         with contextlib.ExitStack() as held:
             place = []
@@ -241,10 +246,6 @@ class TaskRanks(Ranks):
                 at = place if not meeting or rank_env.rank == 0 else []
                 self._fork("task_rank", arguments, attempt, rank_env, common | _of_rank(rank_env), at)
 
-    @property
-    def copied(self) -> int:
-        return self.memory.step if self.memory is not None else 0
-
 
 class ScriptRanks(Ranks):
     """Ranks of a script: forks of the zygote that execute the script's file with torchrun's environment variables.
@@ -257,6 +258,7 @@ class ScriptRanks(Ranks):
         self, run: Run, lock: Lock, count: int, zygote: Zygote, how: Callable[[int], script_command.Start]
     ) -> None:
         super().__init__(run, lock, count, zygote)
+        self.memory = SnapshotMemory(count)  # used if it opens a session
         self._how = how
         self._store: int | None = None
 
@@ -273,7 +275,7 @@ class ScriptRanks(Ranks):
             "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GROUP_RANK": "0",
             "GROUP_WORLD_SIZE": "1", "ROLE_NAME": "default", "ROLE_WORLD_SIZE": str(self.count),
             "TORCHELASTIC_RESTART_COUNT": "0", "TORCHELASTIC_MAX_RESTARTS": "0",
-            "TORCHELASTIC_RUN_ID": run_id, STORE: f"{run_id} {store}", **is_ours,
+            "TORCHELASTIC_RUN_ID": run_id, ENVIRONMENT: self._memory_address, STORE: f"{run_id} {store}", **is_ours,
             "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
         }  # fmt: skip
         if self.count > 1:  # as torchrun does

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
-import functools
 import logging
 import math
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,10 +13,10 @@ from ..build import objects
 from ..build.first_weights import mender
 from ..build.optimizer import has_modes, make_optimizer
 from ..checkpoint import manifest as manifests
-from ..checkpoint import serialize, snapshot
+from ..checkpoint import serialize
 from ..checkpoint.extra import Extra
 from ..checkpoint.load import load
-from ..checkpoint.shares import Shares
+from ..checkpoint.newest import ResumeState, newest_state, newest_valid
 from ..checkpoint.snapshot import Snapshots
 from ..checkpoint.state_dict import TrainState, weights_of
 from ..config import Config
@@ -32,22 +29,6 @@ from ..run.spec import Spec
 from ..tasks import Task
 
 log = logging.getLogger("train")
-
-Newest = Callable[[], tuple[int, dict[str, Any]]]
-"""Returns the step of the newest whole checkpoint and its manifest; 0 and {} without one."""
-
-
-@dataclasses.dataclass(frozen=True)
-class ResumeState:
-    """The state that an attempt continues from."""
-
-    step: int = 0
-    """The attempt continues after this step; 0: from the beginning."""
-    saved: int = 0
-    """The step of the newest checkpoint on the disk."""
-    manifest: dict[str, Any] = dataclasses.field(default_factory=dict)
-    """The manifest of the checkpoint of `step`; {}: the state is not from a checkpoint."""
-    from_memory: bool = False
 
 
 def load_newest(
@@ -99,20 +80,10 @@ def _parted(mine: list[tuple[str, int]], theirs: list[tuple[str, int]]) -> float
 def _load(
     run: Run, world: World, snapshots: Snapshots, state: TrainState, beat: Callable[[], None], mend: manifests.Mend
 ) -> ResumeState:
-    parts, scaler, shares = snapshots.parts, state.precision.scaler, Shares(run, world, beat)
-    newest = functools.cache(lambda: _newest_valid(run, mend, True, shares.check))  # reads every byte of it
-    while True:
-        start = _choose(run, world, snapshots, shares, newest)
-        if parts is None or not start.from_memory:
-            break
-        content = snapshot.read(parts, world=world, step=start.step, fingerprint=snapshots.fingerprint)
-        if content is not None:
-            serialize.apply(content, state)
-            break
-        if world.is_first:
-            log.warning("warning: the snapshot of step %d is damaged or of other ranks, and is not used", start.step)
-    if parts is not None:  # later steps will be made again
-        snapshot.wipe(parts, world, first=start.step + start.from_memory)
+    scaler = state.precision.scaler
+    start, content = newest_state(run, world, snapshots, beat, mend)
+    if content is not None:
+        serialize.apply(content, state)
     if start.manifest:
         waits = world.patient.group if world.size > 1 else None
         load(
@@ -126,33 +97,6 @@ def _load(
         if scaler is not None and start.manifest.get("scaler"):
             scaler.load_state_dict(start.manifest["scaler"])
     return start
-
-
-def _choose(run: Run, world: World, snapshots: Snapshots, shares: Shares, newest: Newest) -> ResumeState:
-    """Choose the newest snapshot that all ranks have, or a checkpoint if that is newer. A collective."""
-    step = snapshot.newest_common(snapshots.parts, world) if snapshots.parts is not None else 0
-
-    def choose() -> ResumeState:
-        manifests.clean(run)  # what a kill left
-        saved = run.newest_checkpoint
-        if not step or saved > step:
-            saved = newest()[0]
-        if step and step >= saved:  # a damaged checkpoint is not newer
-            return ResumeState(step, saved, from_memory=True)
-        return ResumeState(saved, saved, newest()[1])
-
-    return shares.on_first(choose)
-
-
-def _newest_valid(
-    run: Run, mend: manifests.Mend, sets_aside: bool = False, check: manifests.CheckFiles = manifests.check_files
-) -> tuple[int, dict[str, Any]]:
-    """Return the step and manifest of the newest whole checkpoint; 0 and {} without one. Warns of newer damaged
-    ones."""
-    step, manifest, unused = manifests.newest_valid(run, sets_aside=sets_aside, check=check, mend=mend)
-    for line in unused:
-        log.warning("warning: %s", line)
-    return step, manifest
 
 
 Change = Callable[[Task, Config], Config]
@@ -178,7 +122,7 @@ def load_trained(run: Run, spec: Spec, step: int | None = None, change: Change |
     if step is not None:
         manifests.verified(run, step, mend)
     else:
-        step, manifest = _newest_valid(run, mend)
+        step, manifest = newest_valid(run, mend)
         if not manifest:
             where = " here; it is on node 0" if spec.cluster and spec.cluster["node"] else ""
             raise Refused(f"{run.name} has no usable checkpoint yet{where}; see: train show {run.name}")

@@ -20,6 +20,7 @@ from ..build.freeze import frozen_names
 from ..build.hooks import Hooks
 from ..build.updates import Update, losses_kept, spread_updates
 from ..checkpoint.buffers import Buffers
+from ..checkpoint.newest import ResumeState
 from ..checkpoint.save import Saver
 from ..checkpoint.snapshot import Parts, Snapshots
 from ..checkpoint.state_dict import TrainState
@@ -45,7 +46,7 @@ from ..run.spec import Spec
 from ..signals import StopRequest
 from ..tasks import Task
 from .intervals import Intervals
-from .load import ResumeState, load_newest
+from .load import load_newest
 from .loggers.loggers import Loggers, Skipped
 from .orders import Orders, new_digests
 

@@ -16,7 +16,6 @@ from .. import faults
 from ..data.order import seed_of
 from ..data.plan import MicroBatch
 from ..data.seeding import seed_compute
-from ..run.record import Record
 from .model_check import ModelCheck
 from .not_finite import is_finite
 from .prefetch import Prefetch
@@ -126,9 +125,5 @@ def note_not_exact(job: Job, reason: str) -> None:
     if not job.world.is_lead:
         return
 
-    def add(record: Record) -> None:
-        known = record.get("not_exact") or []
-        record["not_exact"] = known if reason in known else [*known, reason]
-
     job.loggers.say(f"warning: not exact: {reason}")
-    job.run.note(add)
+    job.run.note_not_exact(reason)

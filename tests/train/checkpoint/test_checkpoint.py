@@ -173,7 +173,7 @@ def test_a_checkpoint_of_a_newer_version_is_refused_and_kept(copied: Run) -> Non
     manifest = manifests.read_manifest(copied.checkpoint(10))
     text = manifests.manifest_text(manifest | {"format": FORMAT + 1})
     (copied.checkpoint(10) / "manifest.json").write_text(text)
-    with pytest.raises(Refused, match="the format 2"):
+    with pytest.raises(Refused, match=f"the format {FORMAT + 1}"):
         manifests.newest_valid(copied)
 
 

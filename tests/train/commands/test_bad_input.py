@@ -19,6 +19,7 @@ from tests.train.tiers import later
 from tests.waiting import eventually
 from train import cli
 from train.launcher import tmux
+from train.run.record import FORMAT
 
 pytestmark = pytest.mark.never_forgiven
 
@@ -338,7 +339,7 @@ def test_a_runs_folder_that_is_a_file_is_refused(here: Path, arguments: list[str
     assert (here / "file").read_text() == "x"
 
 
-@pytest.mark.parametrize("content", ["{", '{"format": 1}', ""])
+@pytest.mark.parametrize("content", ["{", f'{{"format": {FORMAT}}}', ""])
 def test_a_damaged_record_is_refused_by_every_command_but_rm(here: Path, content: str) -> None:
     _folders(here, "runs/hurt")
     (here / "runs/hurt/run.json").write_text(content)

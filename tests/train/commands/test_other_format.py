@@ -10,7 +10,7 @@ import pytest
 import trainstation
 from tests.train.commands.test_bad_input import command, entries, here, refused
 from train.run import folders
-from train.run.record import other_format
+from train.run.record import FORMAT, other_format
 
 __all__ = ["here"]
 
@@ -18,13 +18,13 @@ __all__ = ["here"]
 def test_a_run_of_another_format_is_only_shown_and_removed(here: Path) -> None:
     files = {"config.toml": "seed = 0\ncheckpoint = 3\n", "task.py": "raise SystemExit('executed')\n"}
     run = folders.create(here / "runs", "other", files=files, record={"task": "task.py"})
-    record = {**run.read(), "state": "running", "step": 7, "attempts": {"a": "b"}, "metrics": 5, "format": 2}
+    record = {**run.read(), "state": "running", "step": 7, "attempts": {"a": "b"}, "metrics": 5, "format": FORMAT - 1}
     (run.folder / "run.json").write_text(json.dumps(record))
     run.logs(2).mkdir(parents=True)
     (run.logs(2) / "rank0.log").write_text("what it said\n")
     run.checkpoint(7).mkdir()
     before = {path: path.read_bytes() for path in run.folder.rglob("*") if path.is_file()}
-    says = "other has the format 2, and this version of train uses format 1"
+    says = f"other has the format {FORMAT - 1}, and this version of train uses format {FORMAT}"
     for arguments in (
         ["resume", "other"], ["stop", "other"], ["mv", "other", "new"], ["fork", "other", "--name", "new"],
         ["eval", "other"], ["export", "other", "--to", "x.pt"], ["mirror", "other"], ["archive", "other"],
@@ -39,7 +39,7 @@ def test_a_run_of_another_format_is_only_shown_and_removed(here: Path) -> None:
     assert command("ls")[1].splitlines()[1].split()[:3] == ["other", "other-format", "7"]
     assert api_run.state == "other-format"
     assert command("ls", "--columns", "name,seed", "--json")[0] == 2
-    assert json.loads(command("ls", "--json")[1])[0]["format"] == 2
+    assert json.loads(command("ls", "--json")[1])[0]["format"] == FORMAT - 1
     code, out, err = command("show", "other")
     assert (code, err) == (0, "") and says in " ".join(out.split()) and "train rm other" in out
     assert json.loads(command("show", "other", "--json")[1])["state"] == "other-format"
@@ -51,9 +51,9 @@ def test_a_run_of_another_format_is_only_shown_and_removed(here: Path) -> None:
 
 @pytest.mark.parametrize(
     ("content", "said"),
-    [({"format": 1}, ""), ({}, "a has no format, and"), ({"format": None}, "a has no format, and"),
-     ({"format": True}, "a has the format true, and"), ({"format": "1"}, 'a has the format "1", and'),
-     ({"format": 2}, "a has the format 2, and this version of train uses format 1; use the version that wrote it"),
+    [({"format": FORMAT}, ""), ({}, "a has no format, and"), ({"format": None}, "a has no format, and"),
+     ({"format": True}, "a has the format true, and"), ({"format": "2"}, 'a has the format "2", and'),
+     ({"format": 1}, "a has the format 1, and this version of train uses format 2; use the version that wrote it"),
      ({"format": "\x1b[2J" * 50}, "a has the format ")],
 )  # fmt: skip
 def test_only_the_number_of_this_format_is_taken(content: dict[str, object], said: str) -> None:

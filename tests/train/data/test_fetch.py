@@ -117,7 +117,7 @@ def test_how_a_loader_process_died_is_said(ends: Callable[[], None], said: str, 
     with Loader(Made(lambda index: ends()), {}, collate=None, workers=1, device=CPU, dtype=None) as loader:
         with pytest.raises(RuntimeError) as caught:
             list(loader.batches(iter([MicroBatch(step=0, number=0, indices=np.array([1]), seed=0)])))
-        pid = loader._workers[0].pid
+        pid = loader._workers.processes[0].pid
     assert "exited unexpectedly" not in "".join(traceback.format_exception(caught.value))
     why = failure_of(caught.value, None)
     assert why["reason"] == f"RuntimeError: DataLoader worker (pid {pid}) {said}"
@@ -202,7 +202,7 @@ def test_a_loader_process_that_ends_with_batches_of_its_own_on_the_way_is_named(
             iter([MicroBatch(step=0, number=number, indices=np.array([number]), seed=0) for number in range(8)])
         )
         next(stream)
-        (worker,) = loader._workers
+        (worker,) = loader._workers.processes
         worker.kill()
         worker.join()
         with pytest.raises(RuntimeError, match=rf"worker \(pid {worker.pid}\) is killed by signal: Killed"):

@@ -21,6 +21,7 @@ from train.mirror import remote, state
 from train.mirror.copying import Copier, Lost
 from train.mirror.fetching import fetch
 from train.run import folders
+from train.run.record import FORMAT
 from train.run.run_folder import Run
 
 pytestmark = pytest.mark.never_forgiven
@@ -45,7 +46,7 @@ def _save(run: Run, step: int) -> None:
     for shard in ("a.distcp", ".metadata"):
         (folder / shard).write_bytes(os.urandom(5 << 20 if shard[0] == "a" else 99))
     files = {path.name: {"size": path.stat().st_size, "sha256": sha256_of(path)} for path in folder.iterdir()}
-    (folder / "manifest.json").write_text(manifest_text({"format": 1, "step": step, "files": files}))
+    (folder / "manifest.json").write_text(manifest_text({"format": FORMAT, "step": step, "files": files}))
     folder.rename(run.checkpoint(step))
 
 

@@ -29,13 +29,14 @@ from train.gpus import Card, sees_host_ids
 from train.monitor import top
 from train.monitor.prometheus import FIGURES, Collector
 from train.run import folders, heartbeat, ownership, run_folder
+from train.run.record import FORMAT
 from train.run.run_folder import Run
 
 if TYPE_CHECKING:
     from conftest import Station
 
 RECORD = {
-    "format": 1, "state": "finished", "stopped_by": None,
+    "format": FORMAT, "state": "finished", "stopped_by": None,
     "attempts": [{"number": 1, "started": "2026-01-01T00:00:00+00:00", "end": "finished", "world_size": 1,
                   "from_step": 0, "to_step": 5}],
     "step": 5, "epoch": 1, "world_size": 1, "total_steps": 5, "loss": 0.5, "ended": "2026-01-01T00:10:00+00:00",

@@ -18,6 +18,7 @@ import pytest
 from train.errors import Refused
 from train.monitor.top import Page
 from train.run import folders, heartbeat, run_folder, states
+from train.run.record import FORMAT
 from train.run.run_folder import Run
 from train.run.spec import read_spec
 from train.views.listing import listing, story
@@ -373,7 +374,7 @@ def test_a_damaged_run_is_named_in_a_line_and_hides_no_other(station: Any) -> No
     (station.runs / "pipe" / "run.json").unlink()
     os.mkfifo(station.runs / "pipe" / "run.json")
     (station.runs / "half" / "run.json").write_text('{"state": "fin')
-    (station.runs / "types" / "run.json").write_text('{"format": 1, "state": 5}')
+    (station.runs / "types" / "run.json").write_text(f'{{"format": {FORMAT}, "state": 5}}')
     done = station.ok("ls")
     assert [line.split()[0] for line in done.stdout.splitlines()] == ["NAME", "whole"]
     assert len(done.stderr.splitlines()) == 3 and all(name in done.stderr for name in ("pipe", "half", "types"))

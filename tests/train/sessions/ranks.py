@@ -28,6 +28,10 @@ class Where:
     size: int = 1
     local_rank: int = 0
     attempt: int = 1
+    local_size: int = 1
+    snapshot_memory: str = ""
+    is_written: bool = True
+    named: list[str] = dataclasses.field(default_factory=list)
 
     def beat(self, phase: int, step: int) -> None:
         """No agent watches."""
@@ -36,10 +40,18 @@ class Where:
         assert self.size == 1
         return make()
 
+    def not_exact(self, reason: str) -> None:
+        self.named.append(reason)
+
 
 def where(folder: Path, rank: int = 0, size: int = 1) -> Where:
     folder.mkdir(exist_ok=True)
-    return Where(Run(folder), rank, size, rank)
+    return Where(Run(folder), rank, size, rank, local_size=size)
+
+
+def save_now(state: State, position: Position, values: dict[str, Any], metrics_bytes: int = 0) -> bool:
+    """Save, and wait until the checkpoint is on the disk."""
+    return state.save(position, values, metrics_bytes) and state.wait()
 
 
 def ranks(size: int, body: Callable[..., Any], *arguments: Any) -> list[Any]:
@@ -80,6 +92,7 @@ def _rank(
 def loop(state: State, step: Callable[[int], Any], steps: int, *, every: int, kill_at: int = 0) -> Iterator[Position]:
     """A loop of numbered steps, as a session would drive it. Yields the position after each."""
     saved = state.load()
+    state.put_gradients()
     at = saved.position if saved else Position()
     for number in range(at.batch, steps):
         torch.manual_seed(number * 1000 + state._place.rank)
@@ -89,5 +102,5 @@ def loop(state: State, step: Callable[[int], Any], steps: int, *, every: int, ki
             os.kill(os.getpid(), signal.SIGKILL)
         at = Position(0, number + 1, state.updates)
         if state.is_clean and state.updates and state.updates % every == 0:
-            assert state.save(at, {"rank": state._place.rank, "at": number}, 0)
+            assert save_now(state, at, {"rank": state._place.rank, "at": number})
         yield at

@@ -16,6 +16,7 @@ import pytest
 
 from tests.train.conftest import Station
 from tests.train.tiers import later
+from train.errors import EXIT_FAILED
 from train.run import states
 
 SCRIPT = Path(__file__).with_name("users_script.py")
@@ -97,7 +98,8 @@ def test_a_killed_rank_and_then_a_kill_of_everything_change_no_bit(station: Stat
     check_equal(station, "killed", "calm")
     attempts = station.record("killed")["attempts"]
     assert [attempt["end"] for attempt in attempts] == ["died", "died", "finished"]
-    assert attempts[1]["from_step"] == 5 and attempts[2]["from_step"] in (10, 15)
+    # a killed rank goes on from memory, or from the disk; a checkpoint is written behind training, so it may be missed
+    assert attempts[1]["from_step"] <= 10 and attempts[2]["from_step"] in (5, 10, 15)
     assert len(station.record("calm")["attempts"]) == 1
 
 
@@ -115,3 +117,80 @@ def test_a_stop_in_the_middle_and_a_resume_change_no_bit(station: Station) -> No
     station.ok("resume", "stopped")
     check_equal(station, "stopped", "calm")
     assert station.record("stopped")["attempts"][1]["from_step"] == record["step"]
+
+
+PARTS = """
+import sys
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import TensorDataset
+
+import trainstation as ts
+
+session = ts.session(save_every=2)  # due at the end of the epoch
+dist.init_process_group("gloo")
+way = sys.argv[1]
+model = DistributedDataParallel(nn.Linear(1, 1))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+loader = session.loader(TensorDataset(torch.ones(8, 1)), batch_size=4)
+session.register(model=model, optimizer=optimizer)
+for epoch in session.epochs(5):
+    for (inputs,) in loader:
+        optimizer.zero_grad()
+        model(inputs).sum().backward()
+        optimizer.step()
+    if epoch == 2 and (dist.get_rank() == 1 or way == "all"):
+        break
+if way == "barrier":
+    dist.barrier()
+session.finish()
+"""
+
+
+def test_ranks_that_leave_the_loop_apart_fail_at_once(station: Station) -> None:
+    (station.folder / "parts.py").write_text(PARTS)
+    for way in ("one", "barrier", "all"):
+        station.ok("launch", "--script", "parts.py", "--name", way, "--nproc", 2, "--", way)
+    for way in ("one", "barrier"):
+        record = station.wait_for_end(way)
+        assert record["state"] == states.FAILED and len(record["attempts"]) == 1, station.logs(way)
+        assert record["reason"] == "rank 1 left the loop at epoch 3, rank 0 did not"
+    record = station.wait_for_end("all")
+    assert record["state"] == states.FINISHED and record["epoch"] == 3, station.logs("all")
+    began = time.monotonic()
+    done = station("launch", "--script", "parts.py", "--nproc", 2, "--follow", "--", "one")
+    assert done.returncode == EXIT_FAILED and time.monotonic() - began < 30
+
+
+LINGERS = """
+import atexit
+import threading
+import time
+
+import torch
+
+import trainstation as ts
+from train.sessions import ending
+
+ending._LINGER = 1.0
+session = ts.session()
+session.register(model=torch.nn.Linear(1, 1))
+for step in session.range(3):
+    pass
+session.finish()
+time.sleep(2.5)
+print("exported", flush=True)
+threading.Thread(target=time.sleep, args=(600,), name="beater").start()
+atexit.register(time.sleep, 600)
+"""
+
+
+def test_a_process_ends_soon_after_its_main_thread(station: Station) -> None:
+    (station.folder / "lingers.py").write_text(LINGERS)
+    done = station("launch", "--script", "lingers.py", "--name", "lingers", "--follow")
+    assert done.returncode == 0 and station.record("lingers")["state"] == states.FINISHED
+    printed = station.logs("lingers")
+    assert "exported" in printed and "does not end (beater); the process is ended" in printed

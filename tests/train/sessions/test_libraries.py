@@ -80,10 +80,17 @@ def compare(station: Station, whole: str, other: str) -> None:
 
 
 def killed_ends_alike(station: Station, script: str, ranks: int) -> None:
-    path, seed = SCRIPTS / f"{script}.py", random.randrange(10**6)
-    moments = random.Random(seed)
+    path = SCRIPTS / f"{script}.py"
     launched(station, path, "whole", ranks, "--follow")
     launched(station, path, "killed", ranks)
+    kill_twice(station)
+    compare(station, "whole", "killed")
+
+
+def kill_twice(station: Station) -> None:
+    """Kill a rank of the run `killed`, later all its processes, and resume it to its end."""
+    seed = random.randrange(10**6)
+    moments = random.Random(seed)
     wait_for_checkpoint(station, "killed", 0, attempt=1)
     time.sleep(0.2 * moments.random())
     kill([moments.choice(station.record("killed")["pids"]["ranks"])])
@@ -94,8 +101,7 @@ def killed_ends_alike(station: Station, script: str, ranks: int) -> None:
     assert station.wait_for_end("killed")["state"] == "interrupted", f"moments of seed {seed}"
     station.ok("resume", "killed", "--follow")
     first, *later = [attempt["from_step"] for attempt in station.record("killed")["attempts"]]
-    assert first == 0 and len(later) == 2 and 0 < later[0] < later[1], f"moments of seed {seed}"
-    compare(station, "whole", "killed")
+    assert first == 0 and 0 < later[0] < later[1], f"moments of seed {seed}"
 
 
 @pytest.mark.minutes
@@ -116,6 +122,35 @@ def test_libraries_on_other_ranks(station: Station, script: str, ranks: int) -> 
 @pytest.mark.parametrize("script", ["fabric", "fsdp2"])
 def test_loops_of_their_own(station: Station, script: str, ranks: int) -> None:
     killed_ends_alike(station, script, ranks)
+
+
+@pytest.mark.minutes
+@pytest.mark.parametrize(
+    ("script", "ranks", "more", "count", "batches"),
+    [
+        ("lightning_script", 2, [], 246, 21),
+        ("hf_script", 2, [], 132, 11),
+        ("hf_script", 1, [40], 132, 11),
+    ],
+)
+def test_what_happens_around_a_batch_and_after_the_training(
+    station: Station, script: str, ranks: int, more: list[int], count: int, batches: int
+) -> None:
+    """Averages, counters, batches that are read before, validations in between, an early end, and a kill after it."""
+    path = ROOT / "tests" / "train" / "sessions" / f"{script}.py"
+    exists = station.folder / "exists"
+    exists.touch()
+    launched(station, path, "whole", ranks, "--follow", "--", exists, *more)
+    launched(station, path, "killed", ranks, "--", station.folder / "killed-at-the-end", *more)
+    kill_twice(station)
+    compare(station, "whole", "killed")
+    assert len(station.record("killed")["attempts"]) == 4  # the last one had nothing left to train
+    whole = station.samples("whole")
+    assert sorted(sample for step in range(1, batches + 1) for sample in whole[step]) == list(range(count))
+    assert whole == station.samples("killed")
+    if script == "hf_script":
+        last = station.metrics("killed")[-1]
+        assert last["begun"] == last["ended"] == last["step"]
 
 
 @pytest.mark.minutes

@@ -39,7 +39,7 @@ print(asked, "rate", optimizer.param_groups[0]["lr"], flush=True)
 
 def save():
     assert not place.sync()
-    assert state.save(Position(0, state.updates, state.updates), {}, place.metrics_size())
+    assert state.save(Position(0, state.updates, state.updates), {}, place.metrics_size()) and state.wait()
     place.saved(state.updates)
 
 

@@ -10,8 +10,9 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, NoReturn, cast
 
 import numpy as np
 import pytest
@@ -19,7 +20,8 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset, get_worker_info
 
 from train.data.order import order
-from train.errors import Refused
+from train.data.sampling import weighted
+from train.errors import Refused, TrainingFailed
 from train.sessions.loader import Loader
 
 pytestmark = pytest.mark.never_forgiven
@@ -31,17 +33,23 @@ class Calls:
     def __init__(self) -> None:
         self.calls: list[tuple[Any, ...]] = []
 
-    def _begin_pass(self, epoch: int, batch: int) -> None:
+    def begin_pass(self, epoch: int, batch: int) -> None:
         self.calls.append(("pass", epoch, batch))
 
-    def _begin_step(self, step: int) -> None:
+    def check_epoch(self, epoch: int) -> None:
+        self.calls.append(("epoch", epoch))
+
+    def before_batch(self, step: int) -> None:
         self.calls.append(("step", step))
 
-    def _border(self, batch: int) -> None:
+    def after_batch(self, batch: int) -> None:
         self.calls.append(("border", batch))
 
-    def _end_pass(self, epoch: int) -> None:
+    def end_pass(self, epoch: int) -> None:
         self.calls.append(("end", epoch))
+
+    def _stop_in_wait(self) -> NoReturn:
+        raise SystemExit
 
 
 class Noisy:
@@ -164,17 +172,89 @@ def test_an_error_names_the_sample(workers: int) -> None:
     gc.collect()  # the traceback holds the worker
 
 
-def test_workers_are_forked_beside_threads_and_leave_signals_to_the_rank() -> None:
-    over = threading.Event()
-    thread = threading.Thread(target=over.wait)
-    thread.start()
-    batches = iter(loader(Begun(), num_workers=1, worker_init_fn=_begin))
+def test_workers_leave_signals_to_the_rank_and_the_death_of_one_is_named() -> None:
+    made = loader(Begun(), num_workers=1, worker_init_fn=_begin)
+    batches = iter(made)
     (_, workers) = next(batches)
     for kind in (signal.SIGTERM, signal.SIGINT):
         os.kill(int(workers[0]), kind)
-    assert len([*batches]) == 5
-    over.set()
-    thread.join()
+    next(batches)
+    assert made._workers is not None
+    (worker,) = made._workers.processes
+    worker.kill()
+    worker.join()
+    with pytest.raises(RuntimeError, match=rf"worker \(pid {worker.pid}\) is killed by signal: Killed"):
+        list(batches)
+
+
+def test_workers_are_not_forked_beside_a_thread_of_the_script() -> None:
+    over = threading.Event()
+    thread = threading.Thread(target=over.wait, name="refresh")
+    thread.start()
+    try:
+        with pytest.raises(Refused, match=r"1 thread of the script .*\(refresh\).* or use num_workers=0$"):
+            [*loader(Noisy(), num_workers=1)]
+    finally:
+        over.set()
+        thread.join()
+
+
+@pytest.mark.parametrize("options", [{}, {"persistent_workers": True}, {"pin_memory": True}], ids=str)
+def test_a_batch_that_cannot_be_handed_over_ends_the_run_in_a_line(options: dict[str, Any]) -> None:
+    began = time.monotonic()
+    with pytest.raises(TrainingFailed, match=r"local object.* must be picklable, or use num_workers=0$"):
+        [*loader(Noisy(), num_workers=1, collate_fn=lambda _: lambda: 1, **options)]
+    assert time.monotonic() - began < 10
+
+
+class Staged:
+    """A data set whose items are what a script sets."""
+
+    def __init__(self) -> None:
+        self.stage, self.transforms = 0, [Noisy(1)]
+
+    def __len__(self) -> int:
+        return 2
+
+    def __getitem__(self, index: int) -> Any:
+        return self.stage, self.transforms[0].length, os.getpid()
+
+
+def test_attributes_that_are_set_between_epochs_reach_workers_that_stay() -> None:
+    dataset = Staged()
+    made = loader(dataset, 2, num_workers=1, persistent_workers=True)
+
+    def epoch() -> list[int]:
+        (batch,) = made
+        return [int(one[0]) for one in batch]
+
+    first, second = epoch(), epoch()
+    dataset.stage = 1
+    third = epoch()
+    dataset.transforms[0].length = 7
+    fourth = epoch()
+    assert first == second and [one[:2] for one in (first, third, fourth)] == [[0, 1], [1, 1], [1, 7]]
+    assert len({one[2] for one in (first, third, fourth)}) == 3 and epoch() == fourth
+
+
+def test_samples_are_drawn_by_their_weights() -> None:
+    weights = np.arange(55) % 3
+    expected = [weighted(weights.astype(float), seed=3, epoch=epoch)[:48].tolist() for epoch in (0, 1)]
+    whole = loader(Noisy(), weights=torch.from_numpy(weights))
+    again = loader(Noisy(), weights=weights.tolist(), num_workers=1)
+    assert [[int(i) for batch in whole for i in batch[0]] for _ in (0, 1)] == expected
+    again.load_state_dict({"epoch": 1, "batch": 4})
+    assert [int(i) for batch in again for i in batch[0]] == expected[1][32:]
+    assert expected[0] != expected[1] and all(index % 3 for index in expected[0])
+
+
+def test_a_script_of_ddp_sets_the_epoch_by_the_sampler() -> None:
+    made = loader(Noisy(), 6, rank=1, size=2)
+    made.go_to(0, 4)
+    made.sampler.set_epoch(0)
+    assert made.start == 4
+    made.sampler.set_epoch(2)
+    assert made.state_dict() == {"epoch": 2, "batch": 0} and len(made.sampler) == 27
 
 
 LEFT = """
@@ -247,6 +327,12 @@ WRONG = [
     Wrong("55 samples has no batch of 56; take a smaller", {"batch_size": 56}),
     Wrong("the data set is empty", {"dataset": []}),
     Wrong("last batch of an epoch has 7 samples, which 2 ranks", {"size": 2, "drop_last": False}),
+    Wrong("weights has the shape \\(3,\\); give one number for each of the 55", {"weights": [1, 2, 3]}),
+    Wrong("weights has the negative number -1, at 1", {"weights": [1, -1] + [1] * 53}),
+    Wrong("weights has a number that is not finite, at 2", {"weights": [1, 1, float("nan")] + [1] * 52}),
+    Wrong("weights has only zeros", {"weights": np.zeros(55)}),
+    Wrong("weights=list: give", {"weights": ["a"] * 55}),
+    Wrong("shuffle=False with weights", {"weights": [1] * 55, "shuffle": False}),
     Wrong("session.loader: it got an unexpected keyword argument 'num_worker'", {"num_worker": 1}),
     Wrong("session.loader: persistent_workers option needs num_workers > 0", {"persistent_workers": True}),
 ]

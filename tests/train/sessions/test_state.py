@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.train.sessions.ranks import loop, ranks, where
+from tests.train.sessions.ranks import loop, ranks, save_now, where
 from train.checkpoint.load import weights_in
 from train.checkpoint.manifest import verify
 from train.checkpoint.state_dict import weights, weights_sha256
@@ -90,7 +90,7 @@ def test_all_that_is_registered_comes_back_bit_by_bit(tmp_path: Path) -> None:
     made["ema"].update_parameters(made["model"])
     values = {"best": 0.1 + 0.2, "of": {3: (1, np.float32(0.1))}, "list": [np.arange(3)], "nan": float("inf")}
     state.border()
-    assert state.save(Position(1, 4, state.updates), values, 99)
+    assert save_now(state, Position(1, 4, state.updates), values, 99)
     again = objects()
     other = opened(tmp_path, **again)
     saved = other.load()
@@ -112,7 +112,7 @@ def test_one_module_keeps_its_names_without_what_wraps_it(tmp_path: Path, caplog
     state = opened(tmp_path, net=torch.compile(model, backend="eager"), optimizer=optimizer)
     assert "net is compiled: a resume is exact if shapes" in caplog.text
     trained(optimizer)
-    assert state.save(Position(0, 1, 1), {}, 0)
+    assert save_now(state, Position(0, 1, 1), {}, 0)
     found = weights_in(tmp_path / "checkpoints/step-00000001")
     assert sorted(found) == ["0.bias", "0.weight", "1.bias", "1.weight"]
     bare = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))
@@ -162,7 +162,7 @@ def test_a_second_registration_is_refused(tmp_path: Path) -> None:
 def test_names_and_shapes_must_be_those_of_the_checkpoint(tmp_path: Path) -> None:
     model = nn.Linear(2, 2)
     state = opened(tmp_path, model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
-    assert state.save(Position(0, 1, 1), {}, 0)
+    assert save_now(state, Position(0, 1, 1), {}, 0)
     with pytest.raises(Refused, match=r"holds optimizer, which session\.register does not name"):
         opened(tmp_path, model=model).load()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -183,7 +183,7 @@ def test_a_setting_that_the_checkpoint_replaces_is_named(tmp_path: Path, caplog:
         scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
         return opened(tmp_path, model=model, optimizer=optimizer, scheduler=scheduler), optimizer
 
-    assert made(0.1, 30)[0].save(Position(0, 1, 1), {}, 0)
+    assert save_now(made(0.1, 30)[0], Position(0, 1, 1), {}, 0)
     assert made(0.1, 30)[0].load() is not None
     assert not [record for record in caplog.records if record.name == "train"]
     state, optimizer = made(0.2, 60)
@@ -197,7 +197,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_loaded(tmp_path: Pa
     model = nn.Linear(2, 2)
     state = opened(tmp_path, model=model)
     for step in (1, 2, 3, 4):
-        assert state.save(Position(0, step, step), {"at": step}, 0)
+        assert save_now(state, Position(0, step, step), {"at": step}, 0)
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == [f"step-0000000{n}" for n in (2, 3, 4)]
     shard = next((tmp_path / "checkpoints/step-00000004").glob("__0*"))
     shard.write_bytes(shard.read_bytes()[:-3])
@@ -208,7 +208,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_loaded(tmp_path: Pa
 def test_a_value_that_could_not_be_read_back_ends_the_run_at_its_save(tmp_path: Path) -> None:
     state = opened(tmp_path, model=nn.Linear(2, 2))
     with pytest.raises(TrainingFailed, match=r"session.values\['when'\] cannot be saved: it holds pathlib.PosixPath"):
-        state.save(Position(0, 1, 1), {"best": 1.0, "when": Path("x")}, 0)
+        save_now(state, Position(0, 1, 1), {"best": 1.0, "when": Path("x")}, 0)
     assert not list((tmp_path / "checkpoints").glob("*"))
 
 
@@ -232,7 +232,7 @@ def test_what_a_library_writes_is_committed_with_the_position(tmp_path: Path) ->
 def test_a_registered_module_is_exported_without_its_script(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     model = nn.Linear(2, 2)
-    assert opened(folder, model=model, ema=nn.Linear(3, 1)).save(Position(0, 4, 4), {}, 0)
+    assert save_now(opened(folder, model=model, ema=nn.Linear(3, 1)), Position(0, 4, 4), {}, 0)
     for name, shape in (("", (2, 2)), ("model", (2, 2)), ("ema", (1, 3))):
         assert export_registered(Run(folder), tmp_path / "one.pt", step=None, name=name) == 4
         assert torch.load(tmp_path / "one.pt")["weight"].shape == shape
