@@ -269,7 +269,7 @@ class Sampler:
     """The `sampler` of a loader, for what scripts of DDP call: `loader.sampler.set_epoch(epoch)`."""
 
     def __init__(self, loader: Loader) -> None:
-        self._loader = loader
+        self._loader: Loader = weakref.proxy(loader)  # a cycle would keep its workers until the garbage collector comes
 
     def set_epoch(self, epoch: int) -> None:
         self._loader.set_epoch(epoch)

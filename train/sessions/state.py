@@ -133,7 +133,6 @@ class State:
         self._now: Callable[[], Now] | None = None
         """Returns what goes into a snapshot that is taken now."""
         self._staging: Staging | None = None
-        self._pool = ThreadPoolExecutor(1, "save")
         self._busy: Future[None] | None = None
         """The checkpoint that is being written."""
         self._objects: dict[str, Registered] = {}
@@ -372,7 +371,9 @@ class State:
             faults.here("save.staged")
         content, step = Content(size, lambda partial: self._write(partial, own, write), facts), position.updates
         if is_behind:
-            self._busy = self._pool.submit(self._committer.commit, step, lambda: content)
+            pool = ThreadPoolExecutor(1, "save")
+            self._busy = pool.submit(self._committer.commit, step, lambda: content)
+            pool.shutdown(wait=False)  # no idle thread, beside which workers would be forked
             return True
         try:
             self._committer.commit(step, lambda: content)
