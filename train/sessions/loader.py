@@ -239,6 +239,10 @@ class Loader:
         except (Stuck, KeyboardInterrupt):
             workers.kill()
             raise
+        except Exception:  # a traceback may hold this loader until Python ends
+            workers.close()
+            self._workers = None
+            raise
         finally:
             if not stays:
                 workers.close()
