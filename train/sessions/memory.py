@@ -104,9 +104,7 @@ class InMemory:
 
     def state(self, state: Any, one: Registered) -> Any:
         """Return the state of an object with its tensors."""
-        places: dict[int, int] = {}
-        objects.put_in(state, lambda number: places.setdefault(number, len(places)))  # type: ignore[arg-type,return-value]
-        made = {number: self._tensor(number, place, one) for number, place in places.items()}
+        made = {number: self._tensor(number, place, one) for place, number in enumerate(objects.numbers_in(state))}
         return objects.put_in(state, made.__getitem__)
 
     def _tensor(self, number: int, place: int, one: Registered) -> Tensor:

@@ -166,6 +166,13 @@ def _with_functions(saved: Any, own: Any, path: str, left: list[str]) -> Any:
     return saved
 
 
+def numbers_in(state: Any) -> list[int]:
+    """Return the numbers of the tensors that have marks in a state, each once, in their order."""
+    found: dict[int, Tensor] = {}
+    put_in(state, lambda number: found.setdefault(number, torch.empty(0)))
+    return list(found)
+
+
 class Registered:
     """A scheduler, a scaler, or any object with state_dict and load_state_dict."""
 

@@ -41,11 +41,9 @@ class Reading:
 
     def state(self, state: Any, one: Registered) -> Any:
         """Return the state of an object with its tensors."""
-        numbers: list[int] = []
-        objects.put_in(state, lambda number: numbers.append(number) or torch.empty(0))  # type: ignore[func-returns-value]
         places: dict[tuple[Any, ...], Tensor] = {}
         made: dict[int, Tensor] = {}
-        for place, number in enumerate(dict.fromkeys(numbers)):
+        for place, number in enumerate(objects.numbers_in(state)):
             ref = self._refs[number]
             made[number] = places[self._path(ref.key)] = ref.empty(one.like(ref, place))
         self._read(places)

@@ -603,8 +603,7 @@ class Session:
                 raise TrainingFailed(f"the lines of the last steps could not be written: {problem}")
             log.warning("warning: no checkpoint, because metrics.jsonl could not be written (%s)", problem)
         else:
-            now = self._now()
-            if state.save(now.position, now.values, now.metrics_bytes, is_last=is_last, write=self._write):
+            if state.save(self._now(), is_last=is_last, write=self._write):
                 self._saved_at = self._at
         place.saved(state.updates)  # tried again when the next one is due
         place.beat(heartbeat.TRAINING, state.updates)

@@ -252,8 +252,8 @@ class State:
     def lay_buckets(self, module: nn.Module) -> None:
         """Lay out the buckets of every DDP in a module, for a library that registers nothing."""
         lines = buckets.lay_out(module)
-        for line in lines if self._place.rank == 0 else ():
-            log.warning("warning: %s", line)
+        for line in lines:
+            self._warn(line)
 
     def follow(self, optimizers: Iterable[Any], scaler: Any = None) -> None:
         """Count the updates of optimizers that a library saves by itself."""
@@ -338,8 +338,7 @@ class State:
     # --- saving
 
     def save(
-        self, position: Position, values: dict[str, Any], metrics_bytes: int, *, is_last: bool = False,
-        write: Callable[[Path], None] | None = None,
+        self, now: Now, *, is_last: bool = False, write: Callable[[Path], None] | None = None
     ) -> bool:  # fmt: skip
         """Save a checkpoint, or start to. Returns whether there is or will be one; a warning says why not. Before the
         first update there is nothing to save.
@@ -355,21 +354,22 @@ class State:
             TrainingFailed: a value cannot be saved, or this was the last chance.
         """
         self.wait()
-        if not position.updates:
+        step = now.position.updates
+        if not step:
             return False
-        self._place.beat(heartbeat.SAVING, position.updates)
+        self._place.beat(heartbeat.SAVING, step)
         if self._committer is None:
             self._committer = Committer(
                 self._place.run, self._world.with_own_group(_PATIENCE), kept=self._kept, attempt=self._place.attempt,
                 saved=self._note_saved,
             )  # fmt: skip
-        own, size, facts = self._content(Now(position, values, metrics_bytes), is_library=write is not None)
+        own, size, facts = self._content(now, is_library=write is not None)
         is_behind = write is None and not is_last and self._has_room(own)
         if is_behind:
             self._staging = self._staging or Staging()
             own = self._staging.copy(own)
             faults.here("save.staged")
-        content, step = Content(size, lambda partial: self._write(partial, own, write), facts), position.updates
+        content = Content(size, lambda partial: self._write(partial, own, write), facts)
         if is_behind:
             pool = ThreadPoolExecutor(1, "save")
             self._busy = pool.submit(self._committer.commit, step, lambda: content)
@@ -380,7 +380,7 @@ class State:
         except CannotSave as error:
             if is_last and (older := self._committer.make_room(error)):
                 log.warning("warning: %s; the checkpoint of step %d was removed for the last one", error, older)
-                return self.save(position, values, metrics_bytes, is_last=True, write=write)
+                return self.save(now, is_last=True, write=write)
             if is_last:
                 raise TrainingFailed(f"the checkpoint of step {step} could not be saved: {error}") from error
             self._say_not_saved(error)
@@ -408,8 +408,7 @@ class State:
             concurrent.futures.wait([self._busy], seconds)
 
     def _say_not_saved(self, error: CannotSave) -> None:
-        if self._place.rank == 0:
-            log.warning("warning: a checkpoint could not be saved (%s); training continues", error)
+        self._warn(f"a checkpoint could not be saved ({error}); training continues")
 
     def _has_room(self, own: dict[str, Any]) -> bool:
         """Whether all ranks have memory for a copy of what they write."""

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from train.run.run_folder import Run
-from train.sessions.state import Position, State
+from train.sessions.state import Now, Position, State
 
 
 @dataclasses.dataclass
@@ -51,7 +51,7 @@ def where(folder: Path, rank: int = 0, size: int = 1) -> Where:
 
 def save_now(state: State, position: Position, values: dict[str, Any], metrics_bytes: int = 0) -> bool:
     """Save, and wait until the checkpoint is on the disk."""
-    return state.save(position, values, metrics_bytes) and state.wait()
+    return state.save(Now(position, values, metrics_bytes)) and state.wait()
 
 
 def ranks(size: int, body: Callable[..., Any], *arguments: Any) -> list[Any]:

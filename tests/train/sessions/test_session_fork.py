@@ -20,7 +20,7 @@ import torch
 
 from train.run.outcome import Kind
 from train.sessions.place import Place
-from train.sessions.state import Position, State
+from train.sessions.state import Now, Position, State
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--steps", type=int, default=12)
@@ -39,7 +39,7 @@ print(asked, "rate", optimizer.param_groups[0]["lr"], flush=True)
 
 def save():
     assert not place.sync()
-    assert state.save(Position(0, state.updates, state.updates), {}, place.metrics_size()) and state.wait()
+    assert state.save(Now(Position(0, state.updates, state.updates), {}, place.metrics_size())) and state.wait()
     place.saved(state.updates)
 
 

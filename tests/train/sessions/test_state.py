@@ -22,7 +22,7 @@ from train.checkpoint.manifest import verify
 from train.checkpoint.state_dict import weights, weights_sha256
 from train.errors import Refused, TrainingFailed
 from train.run.run_folder import Run
-from train.sessions.state import Position, State
+from train.sessions.state import Now, Position, State
 from train.trainer.export import export_registered
 
 pytestmark = pytest.mark.never_forgiven
@@ -219,7 +219,7 @@ def test_what_a_library_writes_is_committed_with_the_position(tmp_path: Path) ->
         (folder / "sub").mkdir()
         (folder / "sub/weights.bin").write_bytes(b"weights")
 
-    assert state.save(Position(2, 5, 7), {}, 3, write=write)
+    assert state.save(Now(Position(2, 5, 7), {}, 3), write=write)
     folder = tmp_path / "checkpoints/step-00000007"
     assert "library/sub/weights.bin" in verify(folder)["files"]
     saved = State(where(tmp_path)).load()
