@@ -103,9 +103,9 @@ who_has() {
 own_ports=() # ports that make up chose, for .env
 
 # choose_ports [TAKEN]: set JUPYTER_PORT and SSH_PORT. Ports that a person has set are used or refused. Otherwise they
-# are 8888 and 2222, or, if one of these is taken, a pair computed from the station's name.
+# are 8888 and 2222, or, if one of these is taken, a pair computed from the station's name, or one of the next nine.
 choose_ports() {
-    local taken=${1:-} jupyter="" ssh="" port usual pair
+    local taken=${1:-} jupyter="" ssh="" port usual pair tries
     if [ -z "$copied_from" ]; then jupyter=$(setting JUPYTER_PORT) ssh=$(setting SSH_PORT); fi
     for port in JUPYTER_PORT=$jupyter SSH_PORT=$ssh; do
         [ -z "${port#*=}" ] || ! busy "${port#*=}" ||
@@ -115,8 +115,13 @@ choose_ports() {
     for port in $usual; do [ -n "$taken" ] || ! busy "$port" || taken=$port; done
     if [ -n "$taken" ]; then
         pair=$((20000 + 2 * (16#$(printf '%s' "$project" | checksum 6) % 5000)))
-        usual="${jupyter:-$pair} ${ssh:-$((pair + 1))}"
-        for port in $usual; do ! busy "$port" || die "ports $taken and $port are taken: set JUPYTER_PORT and SSH_PORT in .env to free ones"; done
+        for ((tries = 0; tries < 10; tries++)); do # another station or program may have this pair: then the next one
+            usual="${jupyter:-$pair} ${ssh:-$((pair + 1))}" port=""
+            for port in $usual ""; do [ -n "$port" ] && busy "$port" && break || :; done
+            [ -n "$port" ] || break
+            pair=$((pair + 2))
+        done
+        [ -z "$port" ] || die "ports $taken and $port are taken: set JUPYTER_PORT and SSH_PORT in .env to free ones"
         say "ports: ${usual/ / and }, because $taken is taken by $(who_has "$taken")"
     fi
     export JUPYTER_PORT=${usual% *} SSH_PORT=${usual#* }

@@ -13,8 +13,8 @@ import socket
 import tempfile
 from pathlib import Path
 
-_RANGE = range(12_000, 28_000)
-"""Below what the system gives (net.ipv4.ip_local_port_range), and what the tests of Slurm use."""
+_RANGE = range(12_000, 20_000)
+"""Below what the system gives (net.ipv4.ip_local_port_range), what the tests of Slurm use, and what make up chooses."""
 _CLAIMED = Path(tempfile.gettempdir()) / "train-test-ports"
 """A file for each port that a test process has taken: the id of the process."""
 _own: set[Path] = set()

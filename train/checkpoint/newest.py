@@ -27,6 +27,7 @@ class ResumeState:
     """The attempt continues after this step; 0: from the beginning."""
     saved: int = 0
     """The step of the newest checkpoint on the disk."""
+    _: dataclasses.KW_ONLY
     manifest: dict[str, Any] = dataclasses.field(default_factory=dict)
     """The manifest of the checkpoint of `step`; {}: the state is not from a checkpoint."""
     from_memory: bool = False
@@ -45,7 +46,7 @@ def newest_valid(
 
 
 def newest_state(
-    run: Run, world: World, copies: Copies | None, beat: Callable[[], None], mend: manifests.Mend | None = None
+    run: Run, world: World, copies: Copies | None, *, beat: Callable[[], None], mend: manifests.Mend | None = None
 ) -> tuple[ResumeState, Content | None]:
     """Find the newest state that is whole, and invalidate copies of later steps. A collective.
 
@@ -70,7 +71,7 @@ def newest_state(
                 saved = newest()[0]
             if step and step >= saved:  # a damaged checkpoint is not newer
                 return ResumeState(step, saved, from_memory=True)
-            return ResumeState(saved, saved, newest()[1])
+            return ResumeState(saved, saved, manifest=newest()[1])
 
         start = shares.on_first(choose)
         if parts is None or copies is None or not start.from_memory:

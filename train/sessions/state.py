@@ -575,19 +575,21 @@ class State:
         """
         run, place, content = self._place.run, self._place, None
         if place.size > 1 and not self._objects and not dist.is_initialized():  # a library connects its ranks later
-            start = ResumeState(*json.loads(place.agree("checkpoint", lambda: json.dumps(self._newest()))))
+            step, manifest = json.loads(place.agree("checkpoint", lambda: json.dumps(self._newest())))
+            start = ResumeState(step, step, manifest=manifest)
         else:
             if self._objects:
                 self._open_memory()
-            start, content = newest_state(run, self._world, self._memory, lambda: place.beat(heartbeat.STARTING, 0))
+            start, content = newest_state(
+                run, self._world, self._memory, beat=lambda: place.beat(heartbeat.STARTING, 0)
+            )
         if content is not None:
             return self._load_from_memory(InMemory(content), start)
         return self._load(run.checkpoint(start.step), start.manifest) if start.manifest else None
 
-    def _newest(self) -> tuple[int, int, dict[str, Any]]:
+    def _newest(self) -> tuple[int, dict[str, Any]]:
         manifests.clean(self._place.run)  # what a kill left
-        step, manifest = newest_valid(self._place.run, sets_aside=True)
-        return step, step, manifest
+        return newest_valid(self._place.run, sets_aside=True)
 
     def _load_from_memory(self, reading: InMemory, start: ResumeState) -> Saved:
         rest = reading.rest()

@@ -81,7 +81,7 @@ def _load(
     run: Run, world: World, snapshots: Snapshots, state: TrainState, beat: Callable[[], None], mend: manifests.Mend
 ) -> ResumeState:
     scaler = state.precision.scaler
-    start, content = newest_state(run, world, snapshots, beat, mend)
+    start, content = newest_state(run, world, snapshots, beat=beat, mend=mend)
     if content is not None:
         serialize.apply(content, state)
     if start.manifest:
