@@ -1,6 +1,6 @@
 """Writes what `.ci/run` asks for: failed tests into the file that TEST_FAILURES names, for `.ci/again.py` to run them
-once more, and the seconds of each test into the file that TEST_TIMES names. With TEST_TURN=N, every third of the tests
-that are marked `minutes` runs, and the next ones with N + 1. TEST_THIRD=N does the same with files of tests.
+once more, and the seconds of each test into the file that TEST_TIMES names. With TEST_TURN=N, every sixth of the tests
+that are marked `minutes` runs, and the next ones with N + 1. TEST_FILES_TURN=N does the same with files of tests.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-THIRDS = 3
+TURNS = 6
 """Number of turns after which each test has run."""
 NEVER, PERHAPS = "never", "perhaps"
 """Whether a failure of the test may be forgiven when the test passes twice afterwards."""
@@ -40,11 +40,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     left_out = set[pytest.Item]()
     if turn := os.environ.get("TEST_TURN"):
         long = [item for item in items if item.get_closest_marker("minutes")]
-        left_out |= {item for place, item in enumerate(long) if (place + int(turn)) % THIRDS}
-    if turn := os.environ.get("TEST_THIRD"):
+        left_out |= {item for place, item in enumerate(long) if (place + int(turn)) % TURNS}
+    if turn := os.environ.get("TEST_FILES_TURN"):
         # whole files, whose tests may share what they have made
         files = {path: place for place, path in enumerate(sorted({item.path for item in items}))}
-        left_out |= {item for item in items if (files[item.path] + int(turn)) % THIRDS}
+        left_out |= {item for item in items if (files[item.path] + int(turn)) % TURNS}
     if left_out:
         config.hook.pytest_deselected(items=list(left_out))
         items[:] = [item for item in items if item not in left_out]

@@ -21,7 +21,7 @@ def notebooks() -> str:
 
 
 CALLS = {
-    # In CI a third of the files, by turns: the host runs all of them.
+    # In CI a sixth of the files, by turns: the host runs all of them.
     "all": lambda: ("", "-q"),
     # Each notebook runs from its first cell to its last, in an empty folder.
     "course": lambda: ("tests/notebooks/test_notebooks.py", f"-q -m minutes -k '{notebooks()}'"),
@@ -38,7 +38,7 @@ def test_make_test_passes_inside(station: Station, request: pytest.FixtureReques
     station.dev("rm", "-f", FAILURES, TIMES)
     command = ["env", f"TEST_FAILURES={FAILURES}", f"TEST_TIMES={TIMES}", "make", "test"]
     if what == "all" and os.environ.get("CI"):
-        command.insert(1, f"TEST_THIRD={commits()}")
+        command.insert(1, f"TEST_FILES_TURN={commits()}")
     done = station.dev(*command, f"IN={chosen}", f"ARGS={arguments}", check=False, timeout=3600)
     failed = station.dev("cat", FAILURES, check=False).stdout
     if file := os.environ.get("TEST_TIMES"):
