@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from torch import Tensor, nn
 
-__all__ = ["Refused", "Run", "find", "launch", "plot", "runs"]
+__all__ = ["Refused", "Run", "find", "launch", "plot", "prove", "runs"]
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -82,6 +82,29 @@ def launch(
     asked = _options("launch", words, {"script": script, "runs": runs, **options}, arguments, is_script)
     folder, name = cli.carry_out("launch", asked, "start")
     return Run(folder, name)
+
+
+@_refusing
+def prove(
+    task: str | Path | types.ModuleType | None = None, /, *, script: str | Path | None = None,
+    arguments: str | Sequence[object] = (), runs: str | Path | None = None, **options: Any,
+) -> dict[str, Any]:  # fmt: skip
+    """Prove that a run ends with the same bits however it is killed. Return the facts of proof.json.
+
+    `verdict` is "EXACT", "NOT EXACT" or "FAILED". With `also="1,3"` the facts of the other numbers of ranks are in
+    `also`, in a list.
+
+    Args:
+        task, script, arguments, runs: As in `launch`.
+        options: Flags of `train prove`: nproc=2, updates=60, kills=4, moments=1, also="1,3", and those of a launch.
+
+    Raises:
+        Refused: the request is wrong; nothing was created.
+    """
+    words, is_script = [] if task is None else [_task(task)], script is not None or options.get("module") is not None
+    asked = _options("prove", words, {"script": script, "runs": runs, **options}, arguments, is_script)
+    first, *others = cli.carry_out("prove", asked, "proofs")
+    return first.to_json() | ({"also": [one.to_json() for one in others]} if others else {})
 
 
 @_refusing

@@ -23,7 +23,7 @@ _IN_THIS_PROCESS = (*_COMPUTING, "bench", "plot", "report")
 """Commands that import libraries with caches into this process."""
 _DETACHED = ("launch", "resume")
 """Commands that start an agent in tmux (train/launcher/agent.py)."""
-_STARTING = (*_COMPUTING, *_DETACHED, "run", "submit")
+_STARTING = (*_COMPUTING, *_DETACHED, "prove", "run", "submit")
 """Commands that start processes in the current folder. Libraries of torch crash if that folder is gone."""
 _LOOKING = ("ls", "show", "top", "exporter", "logs", "attach", "report", "plot", "doctor")
 """Commands that neither execute nor change anything of a run."""

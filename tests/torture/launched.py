@@ -7,22 +7,18 @@ import itertools
 import os
 import random
 import signal
-import subprocess
 import time
-from pathlib import Path
 from typing import Any
 
 import psutil
 
-from tests.torture.check import PATIENCE, Failure, check_nothing_lost, logs, saved
+from tests.torture.check import PATIENCE, Failure, logs
 from tests.torture.spawned import steps_lost
 from train.errors import Refused
-from train.launcher import tmux
 from train.launcher.launches import Resume
 from train.run import heartbeat, states
 from train.run.run_folder import Run
 
-KILLS = ("a rank", "the agent", "the tmux server", "everything")
 STOPS = ("the agent", "one rank", "the whole group")
 
 
@@ -53,11 +49,6 @@ def wait_for_end(run: Run, several: int = 1) -> float:
     return time.monotonic() - began
 
 
-def _server(runs: Path) -> int | None:
-    said = subprocess.run(tmux.tmux(runs, "display", "-p", "#{pid}"), capture_output=True, text=True, check=False)
-    return int(said.stdout) if said.stdout.strip() else None
-
-
 def _send(pids: list[int | None], number: signal.Signals) -> bool:
     hit = False
     for pid in pids:
@@ -78,32 +69,6 @@ def _wait(run: Run, seconds: float) -> None:
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline and run.alive():
         time.sleep(0.002)
-
-
-def killed(run: Run, duration: float, random_: random.Random, whom: str, kills: int) -> int:
-    """Kill parts of a run at random instants of its life, the start of its processes included, until it is finished."""
-    hit = 0
-    while run.read()["state"] != states.FINISHED:
-        before = saved(run)
-        resume(run)
-        if hit < kills:
-            _wait(run, random_.uniform(0, duration))
-            agent, ranks, server = run.read()["pids"].get("agent"), _ranks(run), _server(run.folder.parent)
-            chosen: dict[str, list[int | None]] = {
-                "a rank": [random_.choice(ranks)] if ranks else [],
-                "the agent": [agent],
-                "the tmux server": [server],
-                "everything": [server, agent, *ranks],
-            }
-            hit += _send(chosen[whom], signal.SIGKILL)
-        wait_for_end(run)
-        check_nothing_lost(run, before)
-        state = run.state()
-        if state not in (states.FINISHED, states.INTERRUPTED):
-            raise Failure(f"{run.name} is {state}: {run.read()['reason']}\n{logs(run)}")
-        if state == states.INTERRUPTED and whom in ("a rank", "the tmux server"):
-            raise Failure(f"{run.name} did not go on by itself when {whom} was killed\n{logs(run)}")
-    return hit
 
 
 def stopped(run: Run, duration: float, random_: random.Random, whom: str, stops: int) -> tuple[int, int]:

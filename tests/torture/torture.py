@@ -27,9 +27,11 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from tests.tasks import TASKS
 from tests.torture import launched, spawned
-from tests.torture.check import Failure, change, compare, logs, make, outcome
+from tests.torture.check import FLAGS, Failure, change, compare, logs, make, outcome
 from train import faults
 from train.launcher import tmux
+from train.launcher.launches import NewRun
+from train.proof.prove import EXACT, Wanted, prove
 from train.run import states
 from train.run.run_folder import Run
 
@@ -254,17 +256,33 @@ class Torture:
         self.wanted[ranks, LONG] = outcome(run)
         if run.read()["state"] != states.FINISHED:
             raise Failure(logs(run))
-        for whom in launched.KILLS if kills else ():
-            self.until(
-                case, f"launched: SIGKILL of {whom}", -(-kills // len(launched.KILLS)),
-                lambda run, n, w=whom: (launched.killed(run, duration, self.random, w, n), 0), LONG,
-            )  # fmt: skip
+        self.proved(case, kills)
         for whom in launched.STOPS if stops else ():
             self.until(
                 case, f"launched: polite stops to {whom}", -(-stops // len(launched.STOPS)),
                 lambda run, n, w=whom: launched.stopped(run, duration, self.random, w, n), LONG,
             )  # fmt: skip
         subprocess.run(tmux.tmux(self.runs, "kill-server"), capture_output=True, check=False)
+
+    def proved(self, case: Case, kills: int) -> None:
+        """Runs that `train prove` breaks off: a rank, the agent, the tmux server or everything is killed, or it is
+        stopped, also in saves."""
+        what = "launched: train prove"
+        hits, failures = 0, []
+        while hits < kills and len(failures) < 3 and self.only in what:
+            self._number += 1
+            wanted = Wanted(
+                launch=lambda folder, name, _: NewRun(
+                    "digits", flags=FLAGS | {"steps": str(LONG)} | NO_DISK, runs=str(folder), name=name,
+                    nproc=str(case[0]),
+                ),
+                what="digits", updates=LONG // 4, kills=min(2 * MANY, kills - hits), seed=self.random.randrange(10**6),
+            )  # fmt: skip
+            found = prove(wanted, self.runs, f"torture-{self._number}")
+            hits += len(found.breaks)
+            if found.verdict != EXACT:
+                failures.append(found.text())
+        self.table.judge(case, what, [], hits, failures)
 
     def remembered(self, ranks: int, kills: int) -> None:
         """Ranks killed while they train, and started again from memory: there is nothing for them on the disk."""

@@ -123,7 +123,7 @@ class Serialized:
             low, high = max(at, first), min(at + tensor.nbytes, last)
             if low < high and rests_until_update in (None, rests):
                 own = memory[start + low - first : start + high - first]
-                own.copy_(_bytes_of(tensor)[low - at : high - at], non_blocking=True)
+                own.copy_(bytes_of(tensor)[low - at : high - at], non_blocking=True)
 
 
 def begin_of_part(size: int, part: int, parts: int) -> int:
@@ -143,7 +143,7 @@ def _is_dense(value: Tensor) -> bool:
     return True
 
 
-def _bytes_of(value: Tensor) -> Tensor:
+def bytes_of(value: Tensor) -> Tensor:
     """Return the bytes of a tensor (uint8) on its device, as a view if possible."""
     value = value.detach()
     flat = value.as_strided((value.numel(),), (1,)) if _is_dense(value) else value.reshape(-1)
@@ -290,7 +290,7 @@ def broadcast_state(world: World, state: TrainState) -> None:
     tree = held if own is not None else mapped(held, tensor_for)
     for at in kinds:
         tensor = places[at]
-        flat = _bytes_of(tensor)
+        flat = bytes_of(tensor)
         dist.broadcast(flat, src=0, group=world.group)
         if own is None and flat.data_ptr() != tensor.data_ptr():  # its memory is laid out otherwise
             tensor.detach().copy_(flat.view(tensor.dtype).view(tensor.shape))

@@ -36,6 +36,7 @@ GROUPS = {
     },
     "check the machine": {
         "doctor": "find what is wrong with this machine and how to fix it",
+        "prove": "show that no kill changes the bits of a run, or where one does",
         "bench": "measure this machine: checkpoint, collective, input, lr, scaling",
         "exporter": "serve metrics of runs and GPUs to Prometheus over HTTP",
     },

@@ -24,6 +24,7 @@ from .options import (
 from .parser import Parser, number
 
 if TYPE_CHECKING:
+    from ..launcher.launches import NewRun, NewScript
     from ..launcher.request import Request
 
 EXAMPLES = {
@@ -66,36 +67,43 @@ def run(options: Namespace, runs: Path) -> int:
 
 def start(options: Namespace, runs: Path) -> tuple[Path, str]:
     """Start the run inside tmux, for the command and for Python. Return the folder of its runs, and its name."""
-    from ..launcher.launches import NewRun, NewScript, runs_of_node
+    from ..launcher.launches import runs_of_node
     from ..run import folders
 
-    request, restarts = request_of(options), number("max-restarts", options.max_restarts)
-    _check(options, request, runs)
+    request = request_of(options)
+    check(options, request, runs)
     cluster = nodes_of(options)
     if cluster and not options.name:
         raise Refused("--nnodes needs --name NAME too; give the same name on every machine")
     name = options.name or folders.fresh_name(runs, options.module or Path(options.script or options.task).stem)
     runs = runs_of_node(runs, name, cluster=cluster, flags=options.flags, config_file=options.config)
     folders.check_free(runs, name)
-    common: dict[str, Any] = {
-        "runs": str(runs), "name": name, "nproc": options.nproc, "gpus": options.gpus, "max_restarts": restarts,
-        "keep_env": options.keep_env or [],
-    }  # fmt: skip
-    if options.task is None:
-        launch = NewScript(
-            options.script or "", module=options.module or "", arguments=options.arguments,
-            on_restart=options.on_restart, flags=options.flags, figures=options.figures or [], **common,
-        )  # fmt: skip
-        warn(launch.start())
-    else:
-        warn(NewRun(**vars(request), cluster=cluster, **common).start())
+    warn(launch_of(options, request, runs, name, cluster=cluster).start())
     record = folders.find(runs, name).read()
     for line in (*record.get("init", ()), *filter(None, [record.get("precision_reason")])):
         screen.remark(line)
     return runs, name
 
 
-def _check(options: Namespace, request: Request, runs: Path) -> None:
+def launch_of(
+    options: Namespace, request: Request, runs: Path, name: str, *, cluster: dict[str, Any] | None = None
+) -> NewRun | NewScript:
+    """Return the launch that was asked for, as a run of this name."""
+    from ..launcher.launches import NewRun, NewScript
+
+    common: dict[str, Any] = {
+        "runs": str(runs), "name": name, "nproc": options.nproc, "gpus": options.gpus,
+        "max_restarts": number("max-restarts", options.max_restarts), "keep_env": options.keep_env or [],
+    }  # fmt: skip
+    if options.task is not None:
+        return NewRun(**vars(request), cluster=cluster, **common)
+    return NewScript(
+        options.script or "", module=options.module or "", arguments=options.arguments,
+        on_restart=options.on_restart, flags=options.flags, figures=options.figures or [], **common,
+    )  # fmt: skip
+
+
+def check(options: Namespace, request: Request, runs: Path) -> None:
     """Refuse options that exclude each other, and what can be found wrong without torch."""
     if sum(given is not None for given in (options.script, options.module, options.task)) != 1:
         way = "a TASK, or --script FILE or --module NAME with arguments after --"

@@ -191,7 +191,7 @@ def parse(parser: Parser, arguments: list[str]) -> Namespace:
         options.arguments = arguments[end + 1 :]
     elif arguments[end:]:
         raise Refused(
-            f"only launch --script, launch --module and fork take arguments after --; see: {parser.prog} --help"
+            f"only launch and prove of a script, and fork, take arguments after --; see: {parser.prog} --help"
         )
     return options
 

@@ -43,7 +43,7 @@ def check(
         "on_restart": words, "script_files": files, "cwd": os.getcwd(), "versions": provenance.versions(seen_here()),
     }  # fmt: skip
     sources = [path, *(Path(name) for name in files if name.endswith(".py"))]
-    record["expects_session"] = any(map(_opens_session, sources))
+    record["expects_session"] = any(map(opens_session, sources))
     warnings = _ports_in_use(sources)
     if words is None and not record["expects_session"]:
         warnings.append(f"a restart of {path.name} {programs.BEGINS_ANEW}; {programs.SAY_HOW}")
@@ -159,7 +159,8 @@ def _found(full: str, places: list[str] | None) -> ModuleSpec | None:
     return None
 
 
-def _opens_session(file: Path) -> bool:
+def opens_session(file: Path) -> bool:
+    """Whether the source of a script opens a session."""
     text = script_command.source(file)
     imports_it = re.search(rb"^\s*(import\s(.*,)?|from\s)\s*trainstation\b", text, re.MULTILINE)
     return imports_it is not None and re.search(rb"\bsession\(", text) is not None

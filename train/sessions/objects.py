@@ -107,6 +107,13 @@ class Parts:
         return mark
 
 
+class Whole(Parts):
+    """Parts of a state whose tensors stay in their places."""
+
+    def take_out(self, key: Callable[[int], Key], of: str | int | None = None) -> Callable[[Any], Any]:
+        return lambda value: value
+
+
 def _is_dense(tensor: Tensor) -> bool:
     """Whether the elements lie in memory without gaps, each once."""
     end = 1

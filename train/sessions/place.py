@@ -23,12 +23,12 @@ from .. import faults, screen
 from ..checkpoint.buffers import ENVIRONMENT
 from ..errors import EXIT_FAILED, EXIT_REFUSED, EXIT_STOPPED, Refused, TrainingFailed
 from ..parallel.rank_env import RankEnv, is_under_torchrun, meeting_port, read_rank_env, store_port
-from ..run import durable, heartbeat, outcome
+from ..run import durable, heartbeat, outcome, proving
 from ..run.heartbeat import Heart
 from ..run.metrics import Lines, metrics_text
 from ..run.outcome import Kind, Outcome
 from ..run.run_folder import Run
-from ..signals import CTRL_C
+from ..signals import CTRL_C, USER
 from . import own_run, waiting
 from .agreement import Agreement
 from .ending import Ending, Signals, leave_with
@@ -94,11 +94,14 @@ class Place:
         self._finish: Callable[[], None] = lambda: None
         self._is_complete: Callable[[], bool] = lambda: True
         self._settle: Callable[[float], None] = lambda _: None
+        self.asked: proving.Asked | None = None
+        """What `train prove` asks for; None: nothing."""
         self._store = _connect(rank_env)
         self.parting = Parting(self._store, rank=self.rank, size=self.size, fail=self._give_up)
         if _is_launched():
             self.run, self.attempt = _launched_run(), int(os.environ["TRAIN_ATTEMPT"])
             self.snapshot_memory = os.environ.pop(ENVIRONMENT, "")
+            self.asked = proving.take()
             if self.is_first:
                 self.run.note(session=True)
         else:
@@ -272,6 +275,11 @@ class Place:
 
     def agree_to_stop(self) -> None:
         """Note that all ranks have agreed to stop, without an update."""
+        self._is_stopping = True
+
+    def stop_after(self, updates: int) -> None:
+        """Stop at this border, as all ranks do after this many updates."""
+        self.stop.ask(USER, f"as asked, after {updates} updates")
         self._is_stopping = True
 
     @property

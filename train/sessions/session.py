@@ -32,6 +32,7 @@ import numpy.typing as npt
 import torch.distributed as dist
 
 from .. import faults, screen
+from ..checkpoint.digests import Digests
 from ..data.seeding import Seed, owned
 from ..errors import Refused, TrainingFailed
 from ..run import heartbeat, metrics
@@ -133,6 +134,11 @@ class Session:
                 "warning: something was drawn from torch's generator before ts.session(), which seeds it: a model made "
                 "there has other weights in each run; call ts.session() first"
             )
+        self._digests: Digests | None = None
+        """Digests of the state after each update, in a run of `train prove`."""
+        if place.asked is not None:
+            self._digests = Digests(place.asked, place.run, rank=place.rank, attempt=place.attempt)
+            self._log_samples = True
         seeds.at_start(seed)
         self._arithmetic = Arithmetic(place.not_exact, is_first=place.is_first) if deterministic else None
         self._strays = Strays(self._name_stray)
@@ -551,6 +557,8 @@ class Session:
             self._arithmetic.look()
         if state.looks_clean:
             self._clean_at = self._at
+        if self._digests is not None and state.made_update:
+            self._follow_proof(self._digests)
         if place.size > 1 and state.is_long and any(state.gather(place.wants_stop())):
             place.agree_to_stop()
         if place.size == 1 or state.made_update:  # several ranks agree by updates
@@ -567,6 +575,14 @@ class Session:
             self._save(is_last=due == STOP)
             if due == STOP:
                 place.stop_here(step=state.updates, epoch=self._at.epoch + 1)
+
+    def _follow_proof(self, digests: Digests) -> None:
+        """Do what `train prove` asks for at this border, on all ranks alike."""
+        at, updates = self._at, self._state.updates
+        digests.after(updates, lambda: self._state.whole(self.values), (at.epoch, at.batch))
+        self._wants_save |= digests.saves(updates)
+        if digests.stops(updates):
+            self._place.stop_after(updates)
 
     def _may_pause(self) -> bool:
         """Whether what is due is done at this border: no gradient is pending, or that is so for long. Pending ones are

@@ -42,7 +42,7 @@ from ..run.run_folder import Run
 from ..supervise import memory
 from . import buckets, by_rank, objects
 from .memory import InMemory, Memory
-from .objects import Module, Optimizer, Parts, Registered
+from .objects import Module, Optimizer, Parts, Registered, Whole
 from .reading import Reading
 from .updates import LONG, Updates, are_zero
 
@@ -541,6 +541,14 @@ class State:
         tree = self._take_apart(parts, now.values)
         tensors = {key: into.add(tensor) for key, tensor in parts.tensors.items()}
         return tree | {"tensors": tensors, "position": now.position, "metrics_bytes": now.metrics_bytes}
+
+    def whole(self, values: dict[str, Any]) -> dict[str, Any]:
+        """Return the states of the registered objects with their tensors, and the plain values."""
+        states = {}
+        for name, one in self._objects.items():
+            found = one.take_apart(Whole())
+            states[name] = found["state"] | {"beside": found["beside"]} if isinstance(one, Module) else found
+        return states | {f"values.{name}": value for name, value in values.items()}
 
     def _open_memory(self) -> None:
         """Open this rank's memory for copies, if all ranks have one. A collective."""

@@ -20,6 +20,7 @@ from ..build.freeze import frozen_names
 from ..build.hooks import Hooks
 from ..build.updates import Update, losses_kept, spread_updates
 from ..checkpoint.buffers import Buffers
+from ..checkpoint.digests import Digests
 from ..checkpoint.newest import ResumeState
 from ..checkpoint.save import Saver
 from ..checkpoint.snapshot import Parts, Snapshots
@@ -39,7 +40,7 @@ from ..parallel.strategy import Strategy
 from ..parallel.torch_private import fix_compiler, limit_compile_threads
 from ..parallel.world import World, join
 from ..parallel.wrap_units import recompute
-from ..run import folders, heartbeat, imports, metrics
+from ..run import folders, heartbeat, imports, metrics, proving
 from ..run.heartbeat import Heart
 from ..run.run_folder import Run
 from ..run.spec import Spec
@@ -91,6 +92,8 @@ class Job:
     compiling: Compiling
     start: ResumeState
     """The state that the attempt continues from."""
+    digests: Digests | None = None
+    """Digests of the state after each step, in a run of `train prove`."""
 
     @property
     def total_steps(self) -> int:
@@ -144,6 +147,7 @@ def set_up(
     held: contextlib.ExitStack, memory: Memory | None = None,
 ) -> Job:  # fmt: skip
     """Return everything to train with. What must be closed at the end is added to `held`."""
+    asked = proving.take()
     task = objects.task_of(run, spec)
     config = objects.config_of(run, task)
     determinism.set_determinism(config)
@@ -204,6 +208,7 @@ def set_up(
         run=run, task=task, config=config, world=world, precision=precision, data=data, updates=updates, state=state,
         hooks=hooks, compiling=compiling, intervals=intervals, start=start, saver=saver, snapshots=snapshots,
         loggers=loggers, stop=stop, heart=heart,
+        digests=Digests(asked, run, rank=rank_env.rank, attempt=attempt) if asked is not None else None,
     )  # fmt: skip
     if world.is_lead:
         _announce(job, spec, attempt, mark)

@@ -19,11 +19,13 @@ from ..build.optimizer import evaluated_weights
 from ..build.schedule import Planned, Rates
 from ..build.updates import parts_kept
 from ..checkpoint.commit import CannotSave
+from ..checkpoint.digests import Whole
 from ..errors import TrainingFailed
 from ..parallel import gather
 from ..run import heartbeat
 from ..run.metrics import Training, skipped_steps
 from ..run.record import Times
+from ..signals import USER
 from . import early_stopping
 from .evaluate import evaluate
 from .flops import flops_of
@@ -80,6 +82,7 @@ def train(job: Job) -> Done:
                 loop.step()
                 saves, evaluates = intervals.saves(loop.done), intervals.evaluates(loop.done)
                 saves |= loop.read_stats(everything=saves or evaluates)
+                saves |= loop.follow_proof()  # what a snapshot continues from has its digest
                 job.snapshots.after_step(loop.done)
                 if saves or loop.is_stopping:
                     loop.save()
@@ -212,6 +215,17 @@ class Loop:
         if made + 1 == CHECKED_STEPS:  # what is alive now lasts: do not search it for garbage again
             gc.collect()
             gc.freeze()
+
+    def follow_proof(self) -> bool:
+        """Do what `train prove` asks for after a step, on all ranks alike. Returns whether a checkpoint is due."""
+        digests, job = self.job.digests, self.job
+        if digests is None:
+            return False
+        digests.after(self.done, lambda: {name: one for name, one in job.state.take_apart(Whole()).items() if one})
+        if digests.stops(self.done) and self.done < job.total_steps:
+            job.stop.ask(USER, f"as asked, after {self.done} updates")
+            self.is_stopping = True
+        return digests.saves(self.done)
 
     def read_stats(self, everything: bool) -> bool:
         """Read the stats of the steps that can be read by now. Returns whether a rank asks for a checkpoint in them.

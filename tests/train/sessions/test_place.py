@@ -120,7 +120,7 @@ def _end(station: Station, *arguments: object) -> tuple[int, str, str]:
 
 def test_a_launched_session_is_killed_stopped_and_resumed_like_a_task(shared_station: Station) -> None:
     station, name = shared_station, "lent"
-    station.ok("launch", "--script", "loop.py", "--name", name, "--nproc", 3, "--max-restarts", 3, "--", 150, "0.02")
+    station.ok("launch", "--script", "loop.py", "--name", name, "--nproc", 2, "--max-restarts", 3, "--", 150, "0.02")
     station.wait(name, lambda record: len(station.run(name).steps_saved()) > 1, "a checkpoint")
     os.kill(station.record(name)["pids"]["ranks"][1], signal.SIGKILL)
     station.wait(name, _trains_again, "its second attempt")
