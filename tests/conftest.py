@@ -1,6 +1,7 @@
 """Writes what `.ci/run` asks for: failed tests into the file that TEST_FAILURES names, for `.ci/again.py` to run them
 once more, and the seconds of each test into the file that TEST_TIMES names. With TEST_TURN=N, every sixth of the tests
-that are marked `minutes` runs, and the next ones with N + 1. TEST_FILES_TURN=N does the same with files of tests.
+that are marked `minutes` runs and every third of those that are marked `turns`, and the next ones with N + 1.
+TEST_FILES_TURN=N does the same with every sixth file of tests.
 """
 
 from __future__ import annotations
@@ -10,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-TURNS = 6
-"""Number of turns after which each test has run."""
+TURNS, FEW = 6, 3
+"""Numbers of turns after which each test has run."""
 NEVER, PERHAPS = "never", "perhaps"
 """Whether a failure of the test may be forgiven when the test passes twice afterwards."""
 
@@ -39,8 +40,9 @@ def pytest_collectreport(report: pytest.CollectReport) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     left_out = set[pytest.Item]()
     if turn := os.environ.get("TEST_TURN"):
-        long = [item for item in items if item.get_closest_marker("minutes")]
-        left_out |= {item for place, item in enumerate(long) if (place + int(turn)) % TURNS}
+        for marker, turns in (("minutes", TURNS), ("turns", FEW)):
+            marked = [item for item in items if item.get_closest_marker(marker)]
+            left_out |= {item for place, item in enumerate(marked) if (place + int(turn)) % turns}
     if turn := os.environ.get("TEST_FILES_TURN"):
         # whole files, whose tests may share what they have made
         files = {path: place for place, path in enumerate(sorted({item.path for item in items}))}

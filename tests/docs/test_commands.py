@@ -13,7 +13,13 @@ from tests.docs.pages import ROOT
 pytestmark = pytest.mark.pages
 
 
-@pytest.mark.parametrize("path", pages.english(), ids=lambda path: str(path.relative_to(ROOT)))
+ALWAYS = {ROOT / "README.md", ROOT / "docs" / "quickstart.md", ROOT / "docs" / "sessions.md"}
+"""Pages that CI runs each time; the others take turns."""
+
+
+@pytest.mark.parametrize("path", [
+    pytest.param(path, marks=() if path in ALWAYS else pytest.mark.turns) for path in pages.english()
+], ids=lambda path: str(path.relative_to(ROOT)))  # fmt: skip
 def test_the_commands_of_the_page_do_what_it_says(path: Path, tmp_path: Path) -> None:
     if failed := shell.execute(pages.read(path), tmp_path):
         pytest.fail(failed, pytrace=False)

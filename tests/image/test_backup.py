@@ -73,6 +73,7 @@ def continues(one: Checkout) -> None:
     eventually("the run continues", lambda: step(one) > 0)
 
 
+@pytest.mark.turns
 def test_an_upgrade_builds_the_new_image_and_runs_continue(mine: Checkout) -> None:
     continues(mine)
     before = mine.setting("STATION_BUILT")
@@ -86,6 +87,7 @@ def test_an_upgrade_builds_the_new_image_and_runs_continue(mine: Checkout) -> No
     continues(mine)
 
 
+@pytest.mark.turns
 def test_a_restored_station_keeps_its_home_keys_and_runs(mine: Checkout) -> None:
     run("docker", "exec", "--user", "dev", mine.container, "sh", "-c", "echo note >/home/dev/note")
     belongings = mine.belongings

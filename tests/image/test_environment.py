@@ -77,6 +77,7 @@ def loss(model, batch):
 """
 
 
+@pytest.mark.turns
 def test_folders_of_the_station_are_no_packages(proxied: Station) -> None:
     code = FIND.format(SHADOWS)
     for folder in ("/workspace", "/workspace/notebooks", "/workspace/projects", "/home/dev", "/", "/tmp"):

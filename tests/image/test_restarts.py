@@ -26,6 +26,7 @@ def test_down_and_up_keep_home_and_runs(station: Station) -> None:
     assert station.ssh("cat ~/note /workspace/runs/note").stdout == "mine\nyours\n"
 
 
+@pytest.mark.turns
 def test_plain_docker_compose_works_on_a_fresh_clone(make_station: Callable[..., Station]) -> None:
     """What is missing is made inside, belongs to the checkout's owner, and is said once in the log."""
     fresh = make_station("plain")

@@ -342,6 +342,7 @@ def test_make_makes_its_own_files_from_nothing(mine: Station) -> None:
             (mine.folder / name).unlink()
 
 
+@pytest.mark.turns
 def test_one_setting_lifts_the_protection_and_is_warned_of(mine: Station) -> None:
     env = {**mine.env, "PROTECT_CHECKOUT": "false"}
     done = run("make", "-s", "up", cwd=mine.folder, env=env)

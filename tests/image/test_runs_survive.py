@@ -60,6 +60,7 @@ def losses(station: Station, name: str) -> list[tuple[int, float]]:
 
 
 @pytest.mark.never_forgiven
+@pytest.mark.turns
 def test_a_run_in_a_killed_container_goes_on_by_itself(station: Station, undisturbed: dict[str, object]) -> None:
     launch(station, "killed")
     station.compose("kill", "--signal", "KILL")
@@ -71,6 +72,7 @@ def test_a_run_in_a_killed_container_goes_on_by_itself(station: Station, undistu
 
 
 @pytest.mark.never_forgiven
+@pytest.mark.turns
 def test_a_stopped_container_saves_its_runs_and_they_go_on(station: Station, undisturbed: dict[str, object]) -> None:
     launch(station, "stopped")
     station.compose("stop", timeout=200)  # the grace period is 180 s; past it the engine kills, which is code 137
@@ -91,6 +93,7 @@ def test_a_stopped_container_saves_its_runs_and_they_go_on(station: Station, und
     os.environ.get("TEST_ENGINE_RESTART") != "1",
     reason="restarts the engine with everything on it; to allow it: make test-image TEST_ENGINE_RESTART=1",
 )
+@pytest.mark.turns
 def test_a_run_outlives_an_engine_that_crashes(station: Station, undisturbed: dict[str, object]) -> None:
     launch(station, "engine")
     crash_engine()

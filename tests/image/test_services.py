@@ -3,6 +3,7 @@
 import re
 import time
 
+import pytest
 import requests
 from conftest import Station, steps_on
 from jupyter import Client
@@ -39,6 +40,7 @@ def test_proxied_pages_without_the_token_lead_to_the_login_and_leave_no_tracebac
     assert station.log.count("Traceback") == before
 
 
+@pytest.mark.turns
 def test_killed_services_come_back_alone_and_training_goes_on(station: Station, endless_run: str) -> None:
     for service, other in (("jupyter", "sshd"), ("sshd", "jupyter"), ("keeper", "sshd")):
         pid, other_pid = station.service_pid(service), station.service_pid(other)

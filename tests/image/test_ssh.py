@@ -136,6 +136,7 @@ def test_a_run_goes_on_after_the_connection_is_cut_and_attach_finds_it(station: 
     assert station.show(name)["state"] == "stopped"
 
 
+@pytest.mark.turns
 def test_a_root_owned_checkout_works_as_a_user_the_host_does_not_know(make_station: Callable[..., Station]) -> None:
     if os.getuid() != 0:
         pytest.fail("this test makes a checkout that belongs to root: run make test-image as root")
