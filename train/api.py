@@ -76,10 +76,7 @@ def launch(
     Raises:
         Refused: the request is wrong; nothing was created.
     """
-    if task is None and not isinstance(options.get("task", {}), Mapping):
-        task = options.pop("task")
-    words, is_script = [] if task is None else [_task(task)], script is not None or options.get("module") is not None
-    asked = _options("launch", words, {"script": script, "runs": runs, **options}, arguments, is_script)
+    asked = _of_program("launch", task, {"script": script, "runs": runs, **options}, arguments)
     folder, name = cli.carry_out("launch", asked, "start")
     return Run(folder, name)
 
@@ -101,8 +98,7 @@ def prove(
     Raises:
         Refused: the request is wrong; nothing was created.
     """
-    words, is_script = [] if task is None else [_task(task)], script is not None or options.get("module") is not None
-    asked = _options("prove", words, {"script": script, "runs": runs, **options}, arguments, is_script)
+    asked = _of_program("prove", task, {"script": script, "runs": runs, **options}, arguments)
     first, *others = cli.carry_out("prove", asked, "proofs")
     return first.to_json() | ({"also": [one.to_json() for one in others]} if others else {})
 
@@ -443,6 +439,16 @@ def _task(task: str | Path | types.ModuleType) -> str:
         raise Refused(f"the module {task.__name__} has no file; write the task into a Python file, and give its path")
     path = Path(file).absolute()
     return path.stem if path == Path(tasks.__file__).parent / f"{path.stem}.py" else str(path)
+
+
+def _of_program(
+    command: str, task: str | Path | types.ModuleType | None, options: dict[str, Any], arguments: str | Sequence[object]
+) -> Namespace:
+    """Return the options of a command about a task or a script; as in `launch`."""
+    if task is None and not isinstance(options.get("task", {}), Mapping):
+        task = options.pop("task")
+    is_script = options["script"] is not None or options.get("module") is not None
+    return _options(command, [] if task is None else [_task(task)], options, arguments, is_script)
 
 
 def _options(

@@ -276,7 +276,7 @@ class Torture:
                     "digits", flags=FLAGS | {"steps": str(LONG)} | NO_DISK, runs=str(folder), name=name,
                     nproc=str(case[0]),
                 ),
-                what="digits", updates=LONG // 4, kills=min(2 * MANY, kills - hits), seed=self.random.randrange(10**6),
+                updates=LONG // 4, kills=min(2 * MANY, kills - hits), seed=self.random.randrange(10**6),
             )  # fmt: skip
             found = prove(wanted, self.runs, f"torture-{self._number}")
             hits += len(found.breaks)

@@ -14,6 +14,7 @@ from torch import Tensor
 from ..parallel.strategy import local
 from ..run import proving
 from ..run.run_folder import Run
+from ..signals import USER, StopRequest
 from .serialize import bytes_of
 
 _LARGE = 100 << 20
@@ -47,9 +48,12 @@ class Digests:
         self._saved = updates if is_due else self._saved
         return is_due
 
-    def stops(self, updates: int) -> bool:
-        """Whether all ranks stop after this many updates."""
-        return updates >= self.asked.stop
+    def stops(self, updates: int, stop: StopRequest) -> bool:
+        """Return whether all ranks stop after this many updates, and then ask this one to."""
+        if updates < self.asked.stop:
+            return False
+        stop.ask(USER, f"as asked, after {updates} updates")
+        return True
 
     def after(self, updates: int, state: Callable[[], State], at: tuple[int, int] = (0, 0)) -> None:
         """Write the digests of the state after this many updates.
@@ -62,13 +66,13 @@ class Digests:
             size = sum(one.nbytes for _, one in leaves(state()) if isinstance(one, Tensor))
             self._every = max(1, self.asked.stop // _FEW) if size > _LARGE else 1
         if updates % self._every == 0 or updates >= self.asked.stop or updates == self.asked.dump:
-            objects = {name: digest_of(one) for name, one in state().items()}
+            found = state()
+            objects = {name: digest_of(one) for name, one in found.items()}
             line = {"attempt": self._attempt, "updates": updates, "epoch": at[0], "batch": at[1], "objects": objects}
             self._file.write(json.dumps(line) + "\n")
-        if updates == self.asked.dump:
-            found = {name: dict(leaves(one)) for name, one in state().items()}
-            kept = {name: {key: _kept(value) for key, value in one.items()} for name, one in found.items()}
-            torch.save(kept, proving.dump_file(self._run, self._rank))
+            if updates == self.asked.dump:
+                kept = {name: {path: _kept(value) for path, value in leaves(one)} for name, one in found.items()}
+                torch.save(kept, proving.dump_file(self._run, self._rank))
         left = self._last + self.asked.pace - time.monotonic()
         if left > 0:
             time.sleep(left)

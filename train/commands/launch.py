@@ -8,12 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 from .. import screen
 from ..errors import EXIT_FINISHED, Refused
-from .completion_values import words
 from .options import (
-    add_figures,
     add_nodes,
-    add_on_restart,
     add_ranks,
+    add_script,
     add_task,
     check_now,
     follow,
@@ -45,17 +43,10 @@ def add_arguments(parser: Parser) -> None:
     parser.takes_fields = True
     parser.usage = "train launch TASK [--FLAG VALUE ...]\n       train launch --script FILE [--FLAG VALUE ...] -- ARGS"
     parser.usage += "\n       train launch --module NAME [--FLAG VALUE ...] -- ARGS"
-    add = parser.add_argument
     add_task(parser, nargs="?")
     add_ranks(parser)
     add_nodes(parser)
-    add("--script", metavar="FILE", help="Start this torchrun program instead of a TASK.")
-    add("--module", metavar="NAME", help="Start this module like python -m, instead of a TASK.")
-    add_on_restart(parser)
-    add_figures(parser)
-    text = "Arguments of the --script or --module. {run} in them is replaced by the run folder."
-    add("arguments", nargs="*", metavar="-- ARGS", help=text, offer=words())
-    parser.rest = ("script", "module")
+    add_script(parser)
 
 
 def run(options: Namespace, runs: Path) -> int:

@@ -88,6 +88,18 @@ def add_ranks(parser: Parser) -> None:
     add("--keep-env", metavar="NAME", action="append", help=text)
 
 
+def add_script(parser: Parser) -> None:
+    """Add a script or a module in place of a task, with its arguments."""
+    add = parser.add_argument
+    add("--script", metavar="FILE", help="Start this torchrun program instead of a TASK.")
+    add("--module", metavar="NAME", help="Start this module like python -m, instead of a TASK.")
+    add_on_restart(parser)
+    add_figures(parser)
+    text = "Arguments of the --script or --module. {run} in them is replaced by the run folder."
+    add("arguments", nargs="*", metavar="-- ARGS", help=text, offer=words())
+    parser.rest = ("script", "module")
+
+
 def add_on_restart(parser: Parser) -> None:
     """Add the arguments with which a script is started again."""
     text = (

@@ -11,10 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from .. import screen
-from ..errors import EXIT_FINISHED, Refused
-from .completion_values import words
+from ..errors import EXIT_FAILED, EXIT_FINISHED, Refused
 from .launch import check, launch_of
-from .options import add_figures, add_json, add_on_restart, add_ranks, add_task, request_of
+from .options import add_json, add_ranks, add_script, add_task, request_of
 from .parser import Parser, number
 
 if TYPE_CHECKING:
@@ -43,20 +42,15 @@ def add_arguments(parser: Parser) -> None:
     add_task(parser, nargs="?")
     own = "how the run is broken off"
     add("--updates", metavar="N", section=own, help=f"Updates after which each run stops. Default: {UPDATES}.")
-    text = "Number of breaks: a rank killed, everything killed, a stop, a rank killed in a save; then at random. "
+    text = "Number of breaks: a stop, a rank killed, everything killed, a rank killed in a save; then at random. "
     add("--kills", metavar="K", section=own, help=f"{text}Default: {KILLS}.")
     add("--moments", metavar="SEED", section=own, help=f"Seed of the updates at which it breaks. Default: {MOMENTS}.")
     add("--also", metavar="N,N", section=own, help="More numbers of ranks to prove, each by itself.")
     add("--keep", action="store_true", section=own, help="Keep the runs of an exact proof.")
     add_json(parser)
     add_ranks(parser)
-    add("--script", metavar="FILE", help="Prove this script, which opens a session, instead of a TASK.")
-    add("--module", metavar="NAME", help="Prove this module, started like python -m, instead of a TASK.")
-    add_on_restart(parser)
-    add_figures(parser)
-    text = "Arguments of the --script or --module. {run} in them is replaced by the run folder."
-    add("arguments", nargs="*", metavar="-- ARGS", help=text, offer=words())
-    parser.rest = ("script", "module", "task")
+    add_script(parser)
+    parser.rest = (*parser.rest, "task")
 
 
 def run(options: Namespace, runs: Path) -> int:
@@ -72,7 +66,7 @@ def run(options: Namespace, runs: Path) -> int:
             print(one.text(), flush=True)
     if len(found) > 1 and _is_ordered(options) and len({one.digests.get("model") for one in found}) > 1:
         screen.remark("the numbers of ranks end with different weights, though parallel.reduce is ordered")
-        return 3
+        return EXIT_FAILED
     return max((one.code for one in found), default=EXIT_FINISHED)
 
 
@@ -112,7 +106,7 @@ def proofs(options: Namespace, runs: Path) -> list[Proof]:
         return made
 
     wanted = Wanted(
-        launch=launch, what=what, updates=updates, kills=kills, seed=MOMENTS if seed is None else seed,
+        launch=launch, updates=updates, kills=kills, seed=MOMENTS if seed is None else seed,
         keep=options.keep, say=screen.remark,
     )  # fmt: skip
     screen.remark(

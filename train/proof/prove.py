@@ -46,7 +46,6 @@ class Wanted:
 
     Args:
         launch: Returns a new run of this name in a folder of runs, with a number of ranks; None: as the user asked.
-        what: The program, for messages.
         updates: Number of updates after which each run stops.
         kills: Number of breaks.
         seed: Seed of the moments.
@@ -55,7 +54,6 @@ class Wanted:
     """
 
     launch: Callable[[Path, str, int | None], Launch]
-    what: str
     updates: int
     kills: int
     seed: int
@@ -215,9 +213,9 @@ class _Attempt:
         seconds = time.monotonic() - began
         self._breaks = moments.choose(proof.updates, wanted.kills, proof.ranks, wanted.seed)
         wanted.say(f"the calm run took {seconds:.0f} s; now the same, broken off {wanted.kills} times")
-        other, breaks = self._broken("broken", wanted.updates)
-        proof.breaks, proof.missed = breaks, wanted.kills - len(breaks)
-        if not breaks:
+        other = self._broken("broken", wanted.updates)
+        proof.missed = wanted.kills - len(proof.breaks)
+        if not proof.breaks:
             raise Failed("the run ended before it could be broken off; give more --updates")
         two = compare.read(other, proof.ranks)
         proof.known = _known(calm, other)
@@ -225,15 +223,14 @@ class _Attempt:
         if found is None:
             proof.verdict = EXACT
             return
-        self._explain(one, found)
+        self._explain(one, two, found)
 
-    def _explain(self, one: Seen, found: Difference) -> None:
+    def _explain(self, one: Seen, two: Seen, found: Difference) -> None:
         """Find out whether the breaks are the cause, and what differs."""
         wanted, proof = self._wanted, self._proof
         at = found.update
         wanted.say(f"they differ{f' at update {at}' if at else ''}; a second calm run tells whether the breaks are why")
-        stop = wanted.updates
-        second = self._calm("calm-2", stop, dump=at)
+        second = self._calm("calm-2", wanted.updates, dump=at)
         three = compare.read(second, proof.ranks)
         natural = compare.difference(one, three)
         proof.verdict, proof.difference = NOT_EXACT, found
@@ -247,18 +244,19 @@ class _Attempt:
                 proof.tensors = compare.listed(compare.tensors(second, third, proof.ranks))
             return
         if proof.not_compared:
-            two = compare.read(Run(self._folder / "broken"), proof.ranks)
             rest = compare.difference(one, two, but=proof.not_compared)
             if rest is None:
                 proof.verdict, proof.difference = EXACT, None
                 return
-            proof.difference = found = rest
-            at = found.update
+            proof.difference = rest
+            if rest.update not in (0, at):  # what differed before does not count
+                second = self._calm("calm-3", rest.update, dump=rest.update)
+            at = rest.update
         before = [one for one in proof.breaks if one.update - one.repeated <= (at or proof.updates)]
         proof.cause = str((before or proof.breaks)[-1]).partition(" (")[0]
         if at:
             wanted.say("the broken run is repeated up to there, to compare all elements")
-            again, _ = self._broken("broken-2", at, dump=at)
+            again = self._broken("broken-2", at, dump=at)
             proof.tensors = compare.listed(compare.tensors(second, again, proof.ranks)) or [
                 "it did not differ when it was repeated with the same breaks"
             ]
@@ -275,7 +273,7 @@ class _Attempt:
 
         return broken.calm(self._launch(name), Asked(stop=updates, dump=dump), say)
 
-    def _broken(self, name: str, updates: int, dump: int = 0) -> tuple[Run, list[Broken]]:
+    def _broken(self, name: str, updates: int, dump: int = 0) -> Run:
         saves = tuple(one for one in moments.saves(self._breaks) if one < updates)
         pace = min(max(_SECONDS / self._proof.updates, _PACES[0]), _PACES[1])
         breaker = Breaker(self._launch(name), Asked(stop=updates, saves=saves, pace=pace, dump=dump))
@@ -284,7 +282,7 @@ class _Attempt:
         finally:
             if name == "broken":
                 self._proof.breaks = breaker.breaks
-        return breaker.run, breaker.breaks
+        return breaker.run
 
 
 def _facts(record: Mapping[str, Any]) -> dict[str, Any]:

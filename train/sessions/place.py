@@ -28,7 +28,7 @@ from ..run.heartbeat import Heart
 from ..run.metrics import Lines, metrics_text
 from ..run.outcome import Kind, Outcome
 from ..run.run_folder import Run
-from ..signals import CTRL_C, USER
+from ..signals import CTRL_C
 from . import own_run, waiting
 from .agreement import Agreement
 from .ending import Ending, Signals, leave_with
@@ -275,11 +275,6 @@ class Place:
 
     def agree_to_stop(self) -> None:
         """Note that all ranks have agreed to stop, without an update."""
-        self._is_stopping = True
-
-    def stop_after(self, updates: int) -> None:
-        """Stop at this border, as all ranks do after this many updates."""
-        self.stop.ask(USER, f"as asked, after {updates} updates")
         self._is_stopping = True
 
     @property

@@ -581,8 +581,8 @@ class Session:
         at, updates = self._at, self._state.updates
         digests.after(updates, lambda: self._state.whole(self.values), (at.epoch, at.batch))
         self._wants_save |= digests.saves(updates)
-        if digests.stops(updates):
-            self._place.stop_after(updates)
+        if digests.stops(updates, self._place.stop):
+            self._place.agree_to_stop()
 
     def _may_pause(self) -> bool:
         """Whether what is due is done at this border: no gradient is pending, or that is so for long. Pending ones are

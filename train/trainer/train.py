@@ -25,7 +25,6 @@ from ..parallel import gather
 from ..run import heartbeat
 from ..run.metrics import Training, skipped_steps
 from ..run.record import Times
-from ..signals import USER
 from . import early_stopping
 from .evaluate import evaluate
 from .flops import flops_of
@@ -222,8 +221,7 @@ class Loop:
         if digests is None:
             return False
         digests.after(self.done, lambda: {name: one for name, one in job.state.take_apart(Whole()).items() if one})
-        if digests.stops(self.done) and self.done < job.total_steps:
-            job.stop.ask(USER, f"as asked, after {self.done} updates")
+        if self.done < job.total_steps and digests.stops(self.done, job.stop):
             self.is_stopping = True
         return digests.saves(self.done)
 
