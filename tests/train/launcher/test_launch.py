@@ -329,7 +329,8 @@ def test_a_launch_that_waits_names_the_function_after_20_seconds_and_then_every_
         waiting = doing.Waiting("g", notes, lines.append)
         waiting.look()
         assert lines == []
-        os.pwrite(notes, f"{time.monotonic() - 20.2} lengths()".encode(), 0)
+        # as wide as a note, so that nothing of the note before stays behind it
+        os.pwrite(notes, f"{time.monotonic() - 20.2} lengths()".ljust(os.fstat(notes).st_size).encode(), 0)
         waiting.look()
         waiting.look()
     assert lines == ["g: lengths() has run for 20 s; Ctrl-C ends the launch"]
