@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import atexit
+import gc
 import json
+import multiprocessing
 import os
 import shutil
 import signal
@@ -169,6 +171,19 @@ class Station:
             run = Run(folder.parent)
             if run.alive():
                 run.ask_stop(states.NOW)
+
+
+@pytest.fixture(autouse=True)
+def no_worker_is_left() -> Iterator[None]:
+    """A worker that a test leaves behind would be found by the test after it, in another file."""
+    yield
+    if multiprocessing.active_children():
+        gc.collect()  # an iterator of torch in a cycle holds its workers until then
+        left = multiprocessing.active_children()
+        for child in left:
+            child.kill()
+            child.join()
+        assert not left
 
 
 @pytest.fixture

@@ -69,8 +69,10 @@ def _owners() -> dict[str, list[str]]:
     """Return the names of other threads by the package that they belong to; '' is the task or an unknown owner."""
     threads = {thread.ident: thread for thread in threading.enumerate()}
     found: dict[str, list[str]] = {}
-    for ident, frame in sys._current_frames().items():
-        if ident in (threading.get_ident(), threading.main_thread().ident):
+    frames = sys._current_frames()
+    del frames[threading.get_ident()]  # a frame that holds itself would keep its callers, and their loaders' workers
+    for ident, frame in frames.items():
+        if ident == threading.main_thread().ident:
             continue
         thread = threads.get(ident)
         name = thread.name if thread is not None else "without a name"
