@@ -35,6 +35,8 @@ _SECONDS, _PACES = 4.0, (0.02, 0.3)
 """Seconds that a run that is broken off takes at least, and limits of the seconds of its updates."""
 _KNOWN = 3
 """Maximum number of lines on what is known of a difference."""
+_LATE = 5
+"""Updates after the first difference at which all elements are compared: a repeated break may come a little later."""
 _DRIVER = Path("/sys/module/nvidia/version")
 _FACTS = ("versions", "git_revision", "script", "script_arguments", "script_files", "task", "task_sha256", "world_size")
 """Fields of run.json that a proof keeps."""
@@ -110,7 +112,7 @@ class Proof:
                 f"{self.updates} updates on {ranks}: a calm run and one that was broken off {times} end with the same "
                 "bits"
             )
-            lines += _folded([str(one) for one in self.breaks])
+            lines += map(str, self.breaks)
             also = " and ".join(
                 name for name, has in ((compare.FIGURES, self.has_figures), (compare.SAMPLES, self.has_samples)) if has
             )
@@ -139,11 +141,6 @@ class Proof:
             lines.append(file)
         indent = " " * (len(self.verdict) + 2)
         return f"{self.verdict}  " + f"\n{indent}".join(lines)
-
-
-def _folded(texts: list[str]) -> list[str]:
-    """Return texts as lines, two a line."""
-    return [", ".join(texts[at : at + 2]) + ("," if at + 2 < len(texts) else "") for at in range(0, len(texts), 2)]
 
 
 def prove(wanted: Wanted, runs: Path, name: str, *, ranks: int | None = None) -> Proof:
@@ -230,7 +227,7 @@ class _Attempt:
         wanted, proof = self._wanted, self._proof
         at = found.update
         wanted.say(f"they differ{f' at update {at}' if at else ''}; a second calm run tells whether the breaks are why")
-        second = self._calm("calm-2", wanted.updates, dump=at)
+        second = self._calm("calm-2", wanted.updates, dump=self._later(at))
         three = compare.read(second, proof.ranks)
         natural = compare.difference(one, three)
         proof.verdict, proof.difference = NOT_EXACT, found
@@ -240,8 +237,8 @@ class _Attempt:
         if natural is not None:
             proof.difference = natural
             if at:
-                third = self._calm("calm-3", at, dump=at)
-                proof.tensors = compare.listed(compare.tensors(second, third, proof.ranks))
+                third = self._calm("calm-3", self._later(at), dump=self._later(at))
+                self._list(second, third, at)
             return
         if proof.not_compared:
             rest = compare.difference(one, two, but=proof.not_compared)
@@ -250,16 +247,27 @@ class _Attempt:
                 return
             proof.difference = rest
             if rest.update not in (0, at):  # what differed before does not count
-                second = self._calm("calm-3", rest.update, dump=rest.update)
+                second = self._calm("calm-3", self._later(rest.update), dump=self._later(rest.update))
             at = rest.update
         before = [one for one in proof.breaks if one.update - one.repeated <= (at or proof.updates)]
         proof.cause = str((before or proof.breaks)[-1]).partition(" (")[0]
         if at:
             wanted.say("the broken run is repeated up to there, to compare all elements")
-            again = self._broken("broken-2", at, dump=at)
-            proof.tensors = compare.listed(compare.tensors(second, again, proof.ranks)) or [
-                "it did not differ when it was repeated with the same breaks"
-            ]
+            again = self._broken("broken-2", self._later(at), dump=self._later(at))
+            self._list(second, again, at)
+
+    def _list(self, calm: Run, other: Run, at: int) -> None:
+        """Put the tensors that differ between two runs into the proof."""
+        lines = compare.listed(compare.tensors(calm, other, self._proof.ranks))
+        update = self._later(at)
+        if lines:
+            self._proof.tensors = [f"after update {update}:", *lines]
+        else:
+            self._proof.tensors = [f"it did not differ after update {update} when it was repeated"]
+
+    def _later(self, update: int) -> int:
+        """Return an update at which a repeated run still differs if its break meets it some updates later."""
+        return min(update + _LATE, self._proof.updates) if update else 0
 
     def _launch(self, name: str) -> Launch:
         self.names.append(name)

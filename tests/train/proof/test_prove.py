@@ -88,6 +88,7 @@ def proved(station: Station, *arguments: object, code: int) -> tuple[dict[str, A
     return found, done.stdout
 
 
+@pytest.mark.turns
 def test_an_exact_script_is_called_exact_and_says_what_each_break_cost(station: Station) -> None:
     found, said = proved(station, "--script", "program.py", "--updates", 40, "--", "plain", code=0)
     assert (found["verdict"], found["updates"], found["ranks"]) == ("EXACT", 40, 1)
@@ -101,6 +102,7 @@ def test_an_exact_script_is_called_exact_and_says_what_each_break_cost(station: 
     assert json.loads(station.ok("ls", "--json").stdout) == []
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("what", ["local", *later("module")])
 def test_what_a_checkpoint_lacks_is_found_with_the_break_and_the_tensors(station: Station, what: str) -> None:
     found, said = proved(station, "program.py", "--updates", 30, "--kills", 1, "--keep", "--", what, code=3)
@@ -111,6 +113,7 @@ def test_what_a_checkpoint_lacks_is_found_with_the_break_and_the_tensors(station
     assert (folder / "calm" / "run.json").exists()
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("what", ["unseeded", *later("pid")])
 def test_what_differs_without_any_kill_is_called_so(station: Station, what: str) -> None:
     found, said = proved(station, "program.py", "--updates", 12, "--kills", 1, "--", what, code=3)
@@ -124,11 +127,13 @@ def test_a_figure_of_the_time_is_named_and_does_not_count(station: Station) -> N
     assert found["not_compared"] == ["seconds"] and "not compared" in said
 
 
+@pytest.mark.turns
 def test_a_run_that_cannot_continue_has_failed(station: Station) -> None:
     found, said = proved(station, "program.py", "--updates", 40, "--kills", 2, "--", "fails", code=3)
     assert found["verdict"] == "FAILED" and "nothing was carried over" in said and "after" in found["reason"]
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("ranks", [2, *later(1)])
 def test_a_task_is_exact(station: Station, ranks: int) -> None:
     flags = ("--steps", 30, "--updates", 20, "--task.width", 8, "--batch_size", 60, "--micro_batch_size", 8)
