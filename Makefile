@@ -43,14 +43,16 @@ pictures: setup ## make the pictures of docs/ from real runs, with Chromium; som
 
 # Uses the mirrors and proxies of .env.
 PYTEST := . scripts/env.sh && mirrors_from_env && $(PY) -m pytest
+# Whole files, in the order of tests/conftest.py: the longest first.
+FILES := -n auto --dist loadfile --no-loadscope-reorder
 
 .PHONY: test
 test: setup ## run the tests; some: make test IN=tests/train/run ARGS="-k resume"; what a change needs: make test CHANGED=REV
 ifeq ($(origin CHANGED),undefined)
-	@$(PYTEST) $(or $(IN),tests/train tests/examples tests/docs tests/notebooks) -n auto --dist loadfile $(ARGS)
+	@$(PYTEST) $(or $(IN),tests/train tests/examples tests/docs tests/notebooks) $(FILES) $(ARGS)
 else
 	@paths=$$($(PY) -m tests.changed $(CHANGED)) || exit 2; \
-	[ -z "$$paths" ] || { $(PYTEST) $$paths -n auto --dist loadfile $(ARGS); }
+	[ -z "$$paths" ] || { $(PYTEST) $$paths $(FILES) $(ARGS); }
 endif
 
 .PHONY: test-pages
@@ -73,7 +75,7 @@ test-gpu: ## test what needs a GPU, in 10 minutes; with your own Python: make te
 
 .PHONY: test-minutes
 test-minutes: setup ## run the longest tests: several machines, a real Slurm, more cases; some only: IN=tests/train/slurm
-	@$(PYTEST) $(or $(IN),tests/train tests/examples tests/cuda) -m minutes -n auto --dist loadfile $(ARGS)
+	@$(PYTEST) $(or $(IN),tests/train tests/examples tests/cuda) -m minutes $(FILES) $(ARGS)
 
 .PHONY: test-bench
 test-bench: setup ## test the benchmarks, and run the GPU tests on the CPU

@@ -1,6 +1,7 @@
 """Writes what `.ci/run` asks for: failed tests into the file that TEST_FAILURES names, for `.ci/again.py` to run them
 once more, and the seconds of each test into the file that TEST_TIMES names. With TEST_TURN=N, every sixth of the tests
-that are marked `minutes` runs and every third of those that are marked `turns`, and the next ones with N + 1.
+that are marked `minutes` runs and every third of those that are marked `turns`, and the next ones with N + 1. A file
+whose `pytestmark` has the mark counts as one test: its tests share what they make.
 TEST_FILES_TURN=N does the same with every sixth file of tests.
 """
 
@@ -11,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+LONGEST = ("proof", "sessions", "supervise")
+"""Folders whose files have the longest tests: run last, one of them would keep a single core busy."""
 TURNS, FEW = 6, 3
 """Numbers of turns after which each test has run."""
 NEVER, PERHAPS = "never", "perhaps"
@@ -38,11 +41,16 @@ def pytest_collectreport(report: pytest.CollectReport) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: item.path.parent.name not in LONGEST)
     left_out = set[pytest.Item]()
     if turn := os.environ.get("TEST_TURN"):
         for marker, turns in (("minutes", TURNS), ("turns", FEW)):
-            marked = [item for item in items if item.get_closest_marker(marker)]
-            left_out |= {item for place, item in enumerate(marked) if (place + int(turn)) % turns}
+            marked: dict[pytest.Item, list[pytest.Item]] = {}  # maps a test or a file to its tests
+            for item in items:
+                if carriers := [node for node, _ in item.iter_markers_with_node(marker)]:
+                    marked.setdefault(carriers[-1], []).append(item)
+            for place, tests in enumerate(marked.values()):
+                left_out.update(tests if (place + int(turn)) % turns else ())
     if turn := os.environ.get("TEST_FILES_TURN"):
         # whole files, whose tests may share what they have made
         files = {path: place for place, path in enumerate(sorted({item.path for item in items}))}

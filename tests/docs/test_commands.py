@@ -13,7 +13,7 @@ from tests.docs.pages import ROOT
 pytestmark = pytest.mark.pages
 
 
-ALWAYS = {ROOT / "README.md", ROOT / "docs" / "quickstart.md", ROOT / "docs" / "sessions.md"}
+ALWAYS = {ROOT / "README.md", ROOT / "docs" / "quickstart.md"}
 """Pages that CI runs each time; the others take turns."""
 
 

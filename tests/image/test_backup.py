@@ -18,6 +18,8 @@ from tests.waiting import eventually
 sys.path.insert(0, str(ROOT))
 from tests.docs import pages  # this environment does not have the checkout on its path
 
+pytestmark = pytest.mark.turns
+
 MARK = f"tested by {Path(__file__).relative_to(ROOT)}"
 UPGRADE, BACK_UP, RESTORE, SAVE, LOAD = (
     block.text for block in pages.read(ROOT / "docs" / "station.md").blocks if block.mark == MARK
@@ -73,7 +75,6 @@ def continues(one: Checkout) -> None:
     eventually("the run continues", lambda: step(one) > 0)
 
 
-@pytest.mark.turns
 def test_an_upgrade_builds_the_new_image_and_runs_continue(mine: Checkout) -> None:
     continues(mine)
     before = mine.setting("STATION_BUILT")
@@ -87,7 +88,6 @@ def test_an_upgrade_builds_the_new_image_and_runs_continue(mine: Checkout) -> No
     continues(mine)
 
 
-@pytest.mark.turns
 def test_a_restored_station_keeps_its_home_keys_and_runs(mine: Checkout) -> None:
     run("docker", "exec", "--user", "dev", mine.container, "sh", "-c", "echo note >/home/dev/note")
     belongings = mine.belongings

@@ -9,6 +9,8 @@ from playwright.sync_api import Browser, Page, expect, sync_playwright
 
 from tests.waiting import eventually
 
+pytestmark = pytest.mark.turns
+
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:

@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 from conftest import Station, copy_checkout, run
 
+pytestmark = pytest.mark.turns
+
 WORK = "/workspace"
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from conftest import ROOT, Station, run
 
-pytestmark = pytest.mark.never_forgiven
+pytestmark = [pytest.mark.never_forgiven, pytest.mark.turns]
 
 
 def test_hadolint_is_clean() -> None:

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.turns
+
 SCRIPT = Path(__file__).parents[2] / "docker/rootfs/usr/local/lib/trainstation/gpus"
 
 

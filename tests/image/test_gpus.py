@@ -22,6 +22,8 @@ from conftest import Station, base_image, run
 
 from tests.waiting import eventually
 
+pytestmark = pytest.mark.turns
+
 HOOK = """#!/bin/sh
 # The state on stdin names the bundle, whose configuration holds the container's environment.
 [ "$1" = prestart ] || exit 0

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from conftest import OWNER, ROOT, Station, copy_checkout, run
 
-pytestmark = pytest.mark.never_forgiven
+pytestmark = [pytest.mark.never_forgiven, pytest.mark.turns]
 
 SETTINGS = """
 . scripts/station-settings.sh

@@ -16,6 +16,8 @@ from conftest import Station, run
 
 from tests.waiting import eventually
 
+pytestmark = pytest.mark.turns
+
 
 @dataclass
 class Shared:
@@ -42,7 +44,6 @@ def shared() -> Iterator[Shared]:
         run("docker", "network", "rm", name, check=False)
 
 
-@pytest.mark.turns
 def test_stations_of_two_machines_train_together_at_addresses_of_their_own(
     station: Station, make_station: Callable[..., Station], shared: Shared
 ) -> None:

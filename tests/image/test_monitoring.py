@@ -17,6 +17,8 @@ from conftest import Station, base_image, run
 from tests.ports import free_port
 from tests.waiting import eventually
 
+pytestmark = pytest.mark.turns
+
 DOCKERFILE = """
 ARG BASE
 FROM $BASE

@@ -10,7 +10,7 @@ import pytest
 from conftest import Station, run
 
 SEGMENT = "10.213.77"
-pytestmark = pytest.mark.never_forgiven
+pytestmark = [pytest.mark.never_forgiven, pytest.mark.turns]
 RULE = ("DOCKER-USER", "-j", "TRAINSTATION")
 
 

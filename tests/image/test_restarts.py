@@ -5,6 +5,8 @@ from collections.abc import Callable
 import pytest
 from conftest import Station
 
+pytestmark = pytest.mark.turns
+
 
 def test_after_a_kill_nothing_stale_is_in_the_way(station: Station) -> None:
     station.dev("tmux", "new-session", "-d", "-s", "before")  # leaves a socket in /tmp
@@ -26,7 +28,6 @@ def test_down_and_up_keep_home_and_runs(station: Station) -> None:
     assert station.ssh("cat ~/note /workspace/runs/note").stdout == "mine\nyours\n"
 
 
-@pytest.mark.turns
 def test_plain_docker_compose_works_on_a_fresh_clone(make_station: Callable[..., Station]) -> None:
     """What is missing is made inside, belongs to the checkout's owner, and is said once in the log."""
     fresh = make_station("plain")

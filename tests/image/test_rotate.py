@@ -13,7 +13,7 @@ from jupyter import Client
 
 from tests.waiting import eventually
 
-pytestmark = pytest.mark.never_forgiven
+pytestmark = [pytest.mark.never_forgiven, pytest.mark.turns]
 
 BACKDOORS = {
     ".jupyter/jupyter_server_config.py": "print('TOKEN', open('/run/trainstation/jupyter_token').read(), flush=True)",

@@ -8,7 +8,7 @@ from conftest import ROOT, Station, run
 from cyclonedx.schema import SchemaVersion
 from cyclonedx.validation.json import JsonStrictValidator
 
-pytestmark = pytest.mark.never_forgiven
+pytestmark = [pytest.mark.never_forgiven, pytest.mark.turns]
 
 SOURCES = str(ROOT / "docker" / "debian-sources.sh")
 

@@ -18,7 +18,7 @@ from playwright.sync_api import expect, sync_playwright
 
 from tests.waiting import eventually
 
-pytestmark = pytest.mark.never_forgiven
+pytestmark = [pytest.mark.never_forgiven, pytest.mark.turns]
 
 ODD = "a path with blanks, ünd so"
 
@@ -256,7 +256,6 @@ def test_a_copy_gets_a_station_of_its_own(checkout: Callable[..., Checkout], fir
     shutil.rmtree(folder)
 
 
-@pytest.mark.turns
 def test_a_moved_checkout_keeps_its_station_and_a_clone_in_its_place_does_not_get_it(
     checkout: Callable[..., Checkout], first: Checkout
 ) -> None:
@@ -300,7 +299,6 @@ def test_what_docker_compose_alone_began_is_named(checkout: Callable[..., Checko
         one.make("clean-station", check=False)
 
 
-@pytest.mark.turns
 def test_an_image_of_ones_own_is_taken_as_it_is_and_stays(
     checkout: Callable[..., Checkout], first: Checkout, tmp_path: Path
 ) -> None:
@@ -330,7 +328,6 @@ def test_an_image_of_ones_own_is_taken_as_it_is_and_stays(
         run("docker", "image", "rm", mine, check=False)
 
 
-@pytest.mark.turns
 def test_two_make_up_at_once(checkout: Callable[..., Checkout], tmp_path: Path) -> None:
     """In one checkout the second waits and finds the station up; in two each gets ports of its own."""
     one, other = checkout(tmp_path / "one"), checkout(tmp_path / "other")
@@ -347,7 +344,6 @@ def test_two_make_up_at_once(checkout: Callable[..., Checkout], tmp_path: Path) 
         who.make("clean-station")
 
 
-@pytest.mark.turns
 def test_a_checkout_at_another_revision_has_an_image_of_its_own(
     checkout: Callable[..., Checkout], first: Checkout, tmp_path: Path
 ) -> None:

@@ -15,6 +15,8 @@ from conftest import ROOT, Station, metrics_lines, run
 
 from tests.waiting import eventually
 
+pytestmark = pytest.mark.turns
+
 STEPS = 150
 FIELDS = ("--steps", str(STEPS), "--log.every_steps", "1", "--checkpoint.every_steps", "10", "--cpu_threads", "1")
 
@@ -37,7 +39,6 @@ def test_there_is_a_second_station_where_it_is_asked_for_and_nothing_of_it_is_pu
     assert own == {"/workspace/runs": "second-runs", "/home/dev": "second-home"}
 
 
-@pytest.mark.turns
 def test_a_machine_that_is_killed_comes_back_and_the_run_ends_as_on_one(make_station: Callable[..., Station]) -> None:
     pair = make_station("pair", COMPOSE_PROFILES="cluster")
     pair.make("up")

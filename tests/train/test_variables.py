@@ -11,6 +11,8 @@ import pytest
 from tests.train.conftest import Station
 from train import variables
 
+pytestmark = pytest.mark.turns
+
 _MEETS = """
 import os, sys, tempfile
 import torch.distributed as dist

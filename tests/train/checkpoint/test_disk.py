@@ -20,7 +20,7 @@ from train.checkpoint import manifest, writer
 from train.checkpoint.writer import DurableFile
 from train.run.metrics import Lines
 
-pytestmark = pytest.mark.never_forgiven
+pytestmark = [pytest.mark.never_forgiven, pytest.mark.turns]
 
 SYNC = {"checkpoint__every_steps": 2, "checkpoint__asynchronous": "false"}
 ASYNC = {"checkpoint__every_steps": 2, "checkpoint__asynchronous": "true"}

@@ -20,6 +20,8 @@ from train.run import states
 if TYPE_CHECKING:
     from tests.train.conftest import Station
 
+pytestmark = pytest.mark.turns
+
 pytest.importorskip("debugpy")
 PAGE = Path(__file__).parents[3] / "docs" / "debugging.md"
 

@@ -11,7 +11,7 @@ import pytest
 from tests.train.conftest import Station
 from train.run import states
 
-pytestmark = pytest.mark.never_forgiven
+pytestmark = [pytest.mark.never_forgiven, pytest.mark.turns]
 
 TASK = """
 from dataclasses import dataclass

@@ -18,7 +18,7 @@ from train.data import shards as module
 from train.data.fetch import file_of
 from train.errors import Refused
 
-pytestmark = pytest.mark.never_forgiven
+pytestmark = [pytest.mark.never_forgiven, pytest.mark.turns]
 
 ROWS = [{"point": [n / 7, n % 3 - 1.0, 0.5, -n / 9, 1.0, n % 2], "label": n % 4} for n in range(60)]
 

@@ -13,6 +13,8 @@ import pytest
 from tests.train.conftest import PATIENCE, Station
 from train.launcher import batch_size
 
+pytestmark = pytest.mark.turns
+
 TASK = """
 import os, signal
 from dataclasses import dataclass

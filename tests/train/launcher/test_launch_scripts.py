@@ -12,6 +12,8 @@ from tests.train.conftest import PATIENCE, Station
 from tests.waiting import eventually
 from train.run import states
 
+pytestmark = pytest.mark.turns
+
 SCRIPTS = Path(__file__).parents[3] / "scripts"
 FIELDS = ["--steps", "12", "--batch_size", "60", "--cpu_threads", "1", "--log.tensorboard", "false"]
 

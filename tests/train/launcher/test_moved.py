@@ -18,7 +18,7 @@ from train.launcher import tmux
 from train.run import folders, ownership
 from train.run.run_folder import Run
 
-pytestmark = pytest.mark.never_forgiven
+pytestmark = [pytest.mark.never_forgiven, pytest.mark.turns]
 
 FLAGS = ["--steps", 50, "--checkpoint.every_steps", 2, "--checkpoint.keep", 3, "--log.samples", "true", *QUICK]
 

@@ -20,6 +20,8 @@ from tests.train.conftest import PATIENCE, Station
 from tests.train.tiers import later
 from train.run import states
 
+pytestmark = pytest.mark.turns
+
 QUICK = ["--max-restarts", 2]
 
 

@@ -13,6 +13,8 @@ from train.errors import Refused
 from train.launcher.checks import prepare
 from train.launcher.request import Request
 
+pytestmark = pytest.mark.turns
+
 TASK = """
 import dataclasses
 import torch

@@ -35,6 +35,8 @@ from train.run.run_folder import Run
 if TYPE_CHECKING:
     from conftest import Station
 
+pytestmark = pytest.mark.turns
+
 RECORD = {
     "format": FORMAT, "state": "finished", "stopped_by": None,
     "attempts": [{"number": 1, "started": "2026-01-01T00:00:00+00:00", "end": "finished", "world_size": 1,

@@ -14,7 +14,7 @@ from tests.train.specs import with_spec
 from train.errors import Refused
 from train.trainer.evaluate import evaluate_run
 
-pytestmark = pytest.mark.never_forgiven
+pytestmark = [pytest.mark.never_forgiven, pytest.mark.turns]
 
 CONTRAST: dict[str, Any] = {
     "task": TASKS / "contrast.py", "batch_size": 12, "data__drop_last": "true", "precision": "fp64",

@@ -19,7 +19,7 @@ from train.launcher.request import Request
 from train.parallel.ordered import Node, cover, exchanges, halves
 from train.parallel.overlap import flatten_as, view_as
 
-pytestmark = pytest.mark.never_forgiven
+pytestmark = [pytest.mark.never_forgiven, pytest.mark.turns]
 
 ORDERED = {"parallel__reduce": "ordered", "micro_batch_size": 2, "clip_grad_norm": 0.5}
 """Eight micro batches a step, four in the short one."""

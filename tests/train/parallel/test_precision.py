@@ -22,6 +22,8 @@ from train.parallel.precision import Precision
 from train.parallel.strategy import Strategy
 from train.parallel.world import World
 
+pytestmark = pytest.mark.turns
+
 
 @pytest.mark.minutes
 def test_bf16_trains_on_a_cpu_with_weights_in_float32(engine: Any) -> None:

@@ -18,6 +18,8 @@ from train.run import copies, folders, imports, owner
 from train.run.run_folder import Run
 from train.run.spec import read_spec, spec_of
 
+pytestmark = pytest.mark.turns
+
 TASK = """
 import json
 import time

@@ -19,6 +19,7 @@ EPOCHS, PAUSE = 3, 0.03
 UPDATES = EPOCHS * 6
 
 
+@pytest.mark.turns
 @pytest.mark.never_forgiven
 @pytest.mark.parametrize("ranks", [2, *later(1, 3)])
 def test_breaks_of_all_kinds_change_no_bit(station: Station, ranks: int) -> None:

@@ -12,6 +12,8 @@ from train.run import states
 if TYPE_CHECKING:
     from conftest import Station
 
+pytestmark = pytest.mark.turns
+
 # A loop with a model, whose weights follow from --lr and the number of the step. It ends without a word.
 SCRIPT = """
 import argparse

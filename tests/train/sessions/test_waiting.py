@@ -86,6 +86,7 @@ def digest(station: Station, name: str) -> str:
     return str(record["weights_sha256"])
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize(("ranks", "step"), [(2, 5), *later((1, 7))])
 def test_a_stop_is_heeded_while_a_worker_is_stuck(station: Station, ranks: int, step: int) -> None:
     start = ["launch", "--script", "stuck.py", "--nproc", ranks, "--name"]

@@ -17,6 +17,8 @@ from train.run.spec import read_spec
 from train.supervise import health, programs
 from train.supervise.health import TaskHealth
 
+pytestmark = pytest.mark.turns
+
 FIELDS = (
     "--steps", 40, "--batch_size", 60, "--micro_batch_size", 20, "--checkpoint.every_steps", 5, "--log.every_steps", 1,
     "--log.tensorboard", "false", "--task.width", 8, "--cpu_threads", 1,

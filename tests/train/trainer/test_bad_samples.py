@@ -11,7 +11,7 @@ import pytest
 from tests.train.training import CLOSE, assert_same_training
 from train.data.plan import Plan, Sharing, micro_batches_of
 
-pytestmark = pytest.mark.never_forgiven
+pytestmark = [pytest.mark.never_forgiven, pytest.mark.turns]
 
 FLAGS = {"precision": "fp64", "data__on_error": "skip", "eval__every_epochs": 0}
 

@@ -16,6 +16,8 @@ from train.build.loss import checked_loss
 from train.data.plan import Plan, Sharing, micro_batches_of
 from train.errors import TrainingFailed
 
+pytestmark = pytest.mark.turns
+
 PARTS: dict[str, Any] = {"precision": "fp64", "task__parts": "all", "schedule__decay": "constant"}
 GAN: dict[str, Any] = {
     "task": TASKS / "gan.py", "optim__lr": None, "optim__name": None, "schedule__decay": "constant",

@@ -13,7 +13,7 @@ from tests.train.specs import with_spec
 from tests.train.training import sample_of
 from train.trainer.load import load_trained
 
-pytestmark = pytest.mark.never_forgiven
+pytestmark = [pytest.mark.never_forgiven, pytest.mark.turns]
 
 SKIP = {"on_nan": "skip", "schedule__decay": "constant", "schedule__warmup_epochs": 0, "task__batchnorm": "true"}
 POISON = {"task__poison": sample_of(3)}

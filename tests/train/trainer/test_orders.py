@@ -27,7 +27,7 @@ from train.run.spec import read_spec
 from train.trainer.orders import Orders
 from train.views.listing import story
 
-pytestmark = pytest.mark.never_forgiven
+pytestmark = [pytest.mark.never_forgiven, pytest.mark.turns]
 
 ORDER = """
 import os

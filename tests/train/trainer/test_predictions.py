@@ -18,7 +18,7 @@ from train.trainer.evaluate import evaluate_run
 from train.trainer.load import load_trained
 from train.trainer.predictions import Predictions
 
-pytestmark = pytest.mark.never_forgiven
+pytestmark = [pytest.mark.never_forgiven, pytest.mark.turns]
 
 TASK = TASKS / "whole_sets.py"
 

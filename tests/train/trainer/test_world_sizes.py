@@ -15,7 +15,7 @@ from train.data.plan import Sharing, micro_batches_of
 from train.launcher.checks import prepare
 from train.launcher.request import Request
 
-pytestmark = pytest.mark.never_forgiven
+pytestmark = [pytest.mark.never_forgiven, pytest.mark.turns]
 
 
 def test_each_epoch_sees_every_sample_once_with_the_short_batch_last(steady: Any) -> None:

@@ -21,6 +21,8 @@ from train.run.spec import read_spec
 from train.views import settings
 from train.views.plot import Curves, plot
 
+pytestmark = pytest.mark.turns
+
 
 def made(runs: Path, name: str, steps: int = 50, evaluations: bool = True, height: float = 1.0) -> Run:
     run = folders.create(runs, name, files={}, record={"world_size": 1})

@@ -25,6 +25,8 @@ from train.zygote.server import lender_socket
 if TYPE_CHECKING:
     from conftest import Station
 
+pytestmark = pytest.mark.turns
+
 ENDLESS = ["--steps", 10**6, "--cpu_threads", 1, "--log.tensorboard", "false"]
 QUICK = ["--log.tensorboard", "false", "--cpu_threads", 1, "--steps", 3, "--nproc", 2]
 
