@@ -45,7 +45,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     left_out = set[pytest.Item]()
     if turn := os.environ.get("TEST_TURN"):
         for marker, turns in (("minutes", TURNS), ("turns", FEW)):
-            marked: dict[pytest.Item, list[pytest.Item]] = {}  # maps a test or a file to its tests
+            marked: dict[object, list[pytest.Item]] = {}  # maps a test or a file to its tests
             for item in items:
                 if carriers := [node for node, _ in item.iter_markers_with_node(marker)]:
                     marked.setdefault(carriers[-1], []).append(item)
