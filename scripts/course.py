@@ -202,11 +202,21 @@ def faults(path: Path) -> Iterator[str]:
     words = _CODE.sub("", _BLOCK.sub("", text))
     if marks := re.findall(r"[\u4e00-\u9fff][,:;?!](?=[\s\u4e00-\u9fff])", words):
         yield f"Latin punctuation in Chinese text: {', '.join(marks)}"
+    yield from _unclosed(words)
     outside = re.sub(r'"image/png": "[^"]*"', "", raw)
     if found_paths := re.findall(r"(?:/tmp/|/root/|/home/(?!dev)|/work/)[\w./-]*", outside):
         yield f"it holds paths of a machine: {found_paths[0]}"
     if len(raw.encode()) > LARGEST:
         yield f"it has {len(raw.encode())} bytes; at most {LARGEST} are stored"
+
+
+def _unclosed(words: str) -> Iterator[str]:
+    """Find bold text whose end CommonMark does not see, because it is between a punctuation mark and a letter."""
+    for paragraph in re.split(r"\n\s*\n", words):
+        parts = paragraph.split("**")
+        for text, after in zip(parts[1::2], parts[2::2], strict=False):
+            if re.search(r"[^\w\s]$", text) and re.match(r"\w", after):
+                yield f"bold text that does not close; put a space after it: {text}"
 
 
 def differences(chinese: Path, english: Path) -> Iterator[str]:

@@ -63,6 +63,7 @@ FAULTS = {
     "an open solution": (change(2, "</details>", ""), "not closed"),
     "no next notebook": (change(2, "[two](02-two.ipynb)", "two"), "links the next notebook"),
     "a wrong link": (change(2, "02-two", "04-two"), "04-two.ipynb, which does not exist"),
+    "open bold text": (change(2, "## Exercises", "**Guess:**one\n\n## Exercises"), "does not close"),
     "not executed": (output(execution_count=None), "were not executed"),
     "an error": (output(ERROR, execution_count=1), "failed: ValueError"),
     "a path": (output(new.new_output("stream", text="/tmp/a/b"), execution_count=1), "paths of a machine: /tmp/a/b"),
