@@ -189,7 +189,7 @@ def bench(folder: Path, steps: int, times: int, every: float | None, seed: int =
     """
     random_ = random.Random(seed)
     lines = [
-        "| way | kills | s to a new step: least | median | most | hung | made twice | time / undisturbed | digest |",
+        "| way | kills | s to a new step: least | median | most | hung | repeated | time / undisturbed | digest |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
     with tempfile.TemporaryDirectory(prefix=".bench-", dir=folder) as name:

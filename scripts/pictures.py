@@ -52,9 +52,20 @@ def screenshot(page: Path, to: Path, width: int, height: int) -> None:
     subprocess.run([*browser, *shot], check=True, capture_output=True)
 
 
-def demo() -> None:
-    train("launch", "digits", "--name", "demo1", "--nproc", 2, "--follow")
-    train("plot", "demo1", "--to", DOCS / "demo.png")
+def prove() -> None:
+    """What a terminal shows of a proof of README's script."""
+    from rich.console import Console
+
+    with tempfile.TemporaryDirectory() as folder:
+        text = (CHECKOUT / "README.md").read_text()
+        script = next(block for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if "# ddp.py" in block)
+        Path(folder, "ddp.py").write_text(script)
+        command = [*TRAIN, "prove", "ddp.py", "--nproc", "2"]
+        said = subprocess.run(command, cwd=folder, check=True, stdout=subprocess.PIPE, text=True).stdout
+    console = Console(record=True, width=110, file=io.StringIO())
+    console.print("[bold]$ train prove ddp.py --nproc 2[/]", highlight=False)
+    console.print(said, highlight=False, markup=False)
+    _draw_terminal(console, "prove")
 
 
 def top() -> None:
@@ -75,11 +86,15 @@ def top() -> None:
         console.print(Text(row.text, style=STYLE.get(row.kind, ""), no_wrap=True, overflow="crop"))
     for name in ("wide", "small"):
         train("stop", name, "--now")
-    svg = Path(os.environ["TRAIN_RUNS"], "top.html")
-    drawing = console.export_svg(title="train top")
-    height = float(re.search(r'viewBox="0 0 [\d.]+ ([\d.]+)"', drawing)[1])  # type: ignore[index]
+    _draw_terminal(console, "top")
+
+
+def _draw_terminal(console: Any, name: str) -> None:
+    svg = Path(os.environ["TRAIN_RUNS"], f"{name}.html")
+    drawing = console.export_svg(title=f"train {name}")
+    width, height = map(float, re.search(r'viewBox="0 0 ([\d.]+) ([\d.]+)"', drawing).groups())  # type: ignore[union-attr]
     svg.write_text(f"<body style='margin:0'>{drawing}")
-    screenshot(svg, DOCS / "top.png", 1200, round(height * 1200 / 1190))
+    screenshot(svg, DOCS / f"{name}.png", 1200, round(height * 1200 / width))
 
 
 def report() -> None:
@@ -192,7 +207,7 @@ def _draw(way: str, entries: list[tuple[float, str, str, str, str]]) -> None:
 
 
 if __name__ == "__main__":
-    makers = {"demo": demo, "top": top, "report": report, "scaling": scaling, "ways": ways}
+    makers = {"prove": prove, "top": top, "report": report, "scaling": scaling, "ways": ways}
     with tempfile.TemporaryDirectory(prefix="pictures-") as place:
         os.environ["TRAIN_RUNS"], os.environ["PYTHONPATH"] = place, str(CHECKOUT)
         for wanted in sys.argv[1:] or makers:

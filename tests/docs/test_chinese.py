@@ -32,7 +32,7 @@ Type `train ls`, and see [runs](docs/runs.md#after-a-crash) or [the start](docs/
 | `x` | y |
 | `z` | waits 30 s |
 
-![Loss](docs/demo.png)
+![Loss](docs/top.png)
 
 <!-- needs root -->
 ```bash
@@ -59,7 +59,7 @@ CHINESE = """# \u6807\u9898
 | `x` | y |
 | `z` | 30 s |
 
-![loss](docs/demo.png)
+![loss](docs/top.png)
 
 <!-- needs root -->
 ```bash
@@ -82,7 +82,7 @@ FAULTS = {
     "has ['train top']": ("`done`", "`done` `train top`"),
     "of README.md:1, has [\"('docs/quickstart.md', '')\"]": ("zh/quickstart.md#\u5b89\u88c5", "zh/quickstart.md"),
     "there is a Chinese page": ("docs/zh/quickstart.md#\u5b89\u88c5", "docs/quickstart.md#install"),
-    "lacks [\"('docs/demo.png', '')\"]": ("![loss](docs/demo.png)", ""),
+    "lacks [\"('docs/top.png', '')\"]": ("![loss](docs/top.png)", ""),
     "other columns": ("| `x` | y |", "| `x` |"),
     "rows of tables": ("| `x` | y |", "| `x` | y |\n| z | y |"),
     "8: other inline code than in the row README.md:7": ("| `x` | y |\n| `z` |", "| `z` | y |\n| `x` |"),

@@ -325,7 +325,7 @@ class Torture:
             except Failure as failure:
                 failures.append(str(failure))
             hits += max(1, len(run.read()["attempts"]) - 1)
-        self.table.judge(case, what, made, hits, failures, f", {again} steps made twice")
+        self.table.judge(case, what, made, hits, failures, f", {again} steps repeated")
 
     def _remembered(self, kind: str, case: Case) -> Run:
         self._number += 1

@@ -99,7 +99,7 @@ def _walk(folder: str, above: frozenset[tuple[int, int]]) -> Iterator[tuple[Path
                     raise PermissionError
                 yield Path(path), entry.stat().st_size
             elif entry.is_symlink():
-                raise Refused(f"{path} is a link that leads nowhere; mend it, or take it out of --data.root")
+                raise Refused(f"{path} is a link that leads nowhere; fix it, or take it out of --data.root")
     except OSError as error:
         path, why = error.filename or path, f" ({error.strerror})" if error.strerror else ""
         raise Refused(f"{path} cannot be read{why}; change its owner or mode, or take it out of --data.root") from None

@@ -48,7 +48,7 @@ _MORE = "…"
 
 def warnings(
     task: Task, config: Config, *, model: nn.Module, eval_sets: Mapping[str, Any], ranks: int, device: torch.device,
-    named: Mapping[str, str], way: str = f"mend it, or launch without this first look at the evaluation: {_OFF}",
+    named: Mapping[str, str], way: str = f"fix it, or launch without this first look at the evaluation: {_OFF}",
 ) -> list[str]:  # fmt: skip
     """Evaluate the first and the last micro batch of each evaluation set. Returns what the user should know about it.
 
