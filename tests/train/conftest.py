@@ -174,9 +174,18 @@ class Station:
 
 
 @pytest.fixture(autouse=True)
-def no_worker_is_left() -> Iterator[None]:
-    """A worker that a test leaves behind would be found by the test after it, in another file."""
+def nothing_is_left() -> Iterator[None]:
+    """Undo changes of the environment, beside which no process would be lent, and fail if a worker is left.
+
+    The test after it, in another file, would find both.
+    """
+    before = {**os.environ}
     yield
+    for name in {*os.environ, *before} - {"PYTEST_CURRENT_TEST"}:
+        if name not in before:
+            del os.environ[name]
+        elif os.environ.get(name) != before[name]:
+            os.environ[name] = before[name]
     if multiprocessing.active_children():
         gc.collect()  # an iterator of torch in a cycle holds its workers until then
         left = multiprocessing.active_children()
