@@ -38,7 +38,7 @@ def test_make_test_passes_inside(station: Station, request: pytest.FixtureReques
     station.dev("rm", "-f", FAILURES, TIMES)
     command = ["env", f"TEST_FAILURES={FAILURES}", f"TEST_TIMES={TIMES}", "make", "test"]
     if what == "all" and os.environ.get("CI"):
-        command.insert(1, f"TEST_FILES_TURN={commits()}")
+        command[1:1] = [f"TEST_FILES_TURN={commits()}", f"TEST_TURN={commits()}"]
     done = station.dev(*command, f"IN={chosen}", f"ARGS={arguments}", check=False, timeout=3600)
     failed = station.dev("cat", FAILURES, check=False).stdout
     if file := os.environ.get("TEST_TIMES"):
