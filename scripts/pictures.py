@@ -56,12 +56,13 @@ def prove() -> None:
     """What a terminal shows of a proof of README's script."""
     from rich.console import Console
 
-    with tempfile.TemporaryDirectory() as folder:
-        text = (CHECKOUT / "README.md").read_text()
-        script = next(block for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if "# ddp.py" in block)
-        Path(folder, "ddp.py").write_text(script)
-        command = [*TRAIN, "prove", "ddp.py", "--nproc", "2"]
-        said = subprocess.run(command, cwd=folder, check=True, stdout=subprocess.PIPE, text=True).stdout
+    sys.path.insert(0, str(CHECKOUT))
+    from tests.docs import pages
+
+    script = Path(os.environ["TRAIN_RUNS"], "ddp.py")
+    blocks = pages.read(CHECKOUT / "README.md").blocks
+    script.write_text(next(block.text for block in blocks if block.file == script.name))
+    said = train("prove", script, "--nproc", 2)
     console = Console(record=True, width=110, file=io.StringIO())
     console.print("[bold]$ train prove ddp.py --nproc 2[/]", highlight=False)
     console.print(said, highlight=False, markup=False)

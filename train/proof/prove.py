@@ -225,9 +225,9 @@ class _Attempt:
     def _explain(self, one: Seen, two: Seen, found: Difference) -> None:
         """Find out whether the breaks are the cause, and what differs."""
         wanted, proof = self._wanted, self._proof
-        at = found.update
+        at, late = found.update, self._late(found.update)
         wanted.say(f"they differ{f' at update {at}' if at else ''}; a second calm run tells whether the breaks are why")
-        second = self._calm("calm-2", wanted.updates, dump=self._later(at))
+        second = self._calm("calm-2", wanted.updates, dump=late)
         three = compare.read(second, proof.ranks)
         natural = compare.difference(one, three)
         proof.verdict, proof.difference = NOT_EXACT, found
@@ -237,8 +237,7 @@ class _Attempt:
         if natural is not None:
             proof.difference = natural
             if at:
-                third = self._calm("calm-3", self._later(at), dump=self._later(at))
-                self._list(second, third, at)
+                self._list(second, self._calm("calm-3", late, dump=late), late)
             return
         if proof.not_compared:
             rest = compare.difference(one, two, but=proof.not_compared)
@@ -247,26 +246,25 @@ class _Attempt:
                 return
             proof.difference = rest
             if rest.update not in (0, at):  # what differed before does not count
-                second = self._calm("calm-3", self._later(rest.update), dump=self._later(rest.update))
+                late = self._late(rest.update)
+                second = self._calm("calm-3", late, dump=late)
             at = rest.update
         before = [one for one in proof.breaks if one.update - one.repeated <= (at or proof.updates)]
         proof.cause = str((before or proof.breaks)[-1]).partition(" (")[0]
         if at:
             wanted.say("the broken run is repeated up to there, to compare all elements")
-            again = self._broken("broken-2", self._later(at), dump=self._later(at))
-            self._list(second, again, at)
+            self._list(second, self._broken("broken-2", late, dump=late), late)
 
-    def _list(self, calm: Run, other: Run, at: int) -> None:
-        """Put the tensors that differ between two runs into the proof."""
+    def _list(self, calm: Run, other: Run, update: int) -> None:
+        """Put the tensors into the proof that differ between two runs after this update."""
         lines = compare.listed(compare.tensors(calm, other, self._proof.ranks))
-        update = self._later(at)
         if lines:
             self._proof.tensors = [f"after update {update}:", *lines]
         else:
             self._proof.tensors = [f"it did not differ after update {update} when it was repeated"]
 
-    def _later(self, update: int) -> int:
-        """Return an update at which a repeated run still differs if its break meets it some updates later."""
+    def _late(self, update: int) -> int:
+        """Return an update at which a repeated run still differs if its break meets it some updates later; 0: none."""
         return min(update + _LATE, self._proof.updates) if update else 0
 
     def _launch(self, name: str) -> Launch:
