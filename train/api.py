@@ -192,7 +192,7 @@ class Run:
     @property
     @_refusing
     def record(self) -> dict[str, Any]:
-        """The fields of run.json, with the present state and step."""
+        """The fields of run.json, with the current state and step."""
         return dict(self._record())
 
     @property
@@ -203,7 +203,7 @@ class Run:
     @property
     @_refusing
     def metrics(self) -> list[dict[str, Any]]:
-        """The lines of metrics.jsonl, the oldest first. An evaluation has its figures in `eval`."""
+        """The lines of metrics.jsonl, the oldest first. An evaluation has its metrics in `eval`."""
         return [dict(line) for line in metrics.lines(self._run())]
 
     @property
@@ -215,7 +215,7 @@ class Run:
 
     @_refusing
     def to_pandas(self) -> pandas.DataFrame:
-        """Return the metrics as a table, one row per line. An evaluation's figures are columns `eval.NAME`."""
+        """Return the metrics as a table, one row per line. An evaluation's metrics are columns `eval.NAME`."""
         try:
             import pandas
         except ImportError:

@@ -112,7 +112,7 @@ def test_a_run_without_metrics_is_refused_by_name(tmp_path: Path) -> None:
         made(tmp_path / "runs", "full"),
         folders.create(tmp_path / "runs", "fresh", files={}, record={"world_size": 1}),
     ]
-    with pytest.raises(Refused, match="fresh has no figures"):
+    with pytest.raises(Refused, match="fresh has no metrics"):
         plot(runs, tmp_path / "a.png")
     assert not (tmp_path / "a.png").exists()
 
@@ -198,7 +198,7 @@ def test_of_a_script_that_went_back_the_last_values_are_drawn_and_only_what_was_
     drawn = (tmp_path / "a.svg").read_text()
     assert "accuracy" in drawn and "learning rate" not in drawn and "samples / s" not in drawn
     run.metrics.write_text('{"step": 1}\n')
-    with pytest.raises(Refused, match="a has no figures to draw yet; launch it with --figures"):
+    with pytest.raises(Refused, match="a has no metrics to draw yet; launch it with --figures"):
         plot([run], tmp_path / "b.svg")
 
 
