@@ -205,10 +205,11 @@ def test_of_a_script_that_went_back_the_last_values_are_drawn_and_only_what_was_
 PEAK = """
 import re, sys
 from pathlib import Path
+from train.monitor.status import RunStatus
 from train.views import report
 from train.run.run_folder import Run
 run = Run(Path(sys.argv[1]))
-report.write(run, run.read_effective(), Path(sys.argv[2]))
+report.write(RunStatus(run, run.read_effective()), Path(sys.argv[2]))
 # of its own memory: what getrusage says counts that of the process, too, which it was forked from
 print(int(re.search(r"VmHWM:\\s*(\\d+)", Path("/proc/self/status").read_text())[1]) // 1024)
 """
