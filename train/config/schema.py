@@ -281,7 +281,7 @@ class Config:
     learns has a loss near 0 after some hundred steps. The learning rate stays constant unless --schedule.decay is
     given. none: off."""
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
-    """Seed of everything random: order of samples, augmentation, dropout, first weights. data.seed replaces it for
+    """Seed of everything random: order of samples, augmentation, dropout, initial weights. data.seed replaces it for
     datasets()."""
     batch_size: Count = 64
     """Global batch size: samples per optimizer update, over all ranks."""
