@@ -17,7 +17,10 @@ from tests.docs.pages import ROOT, Block, Page, Span, commands, read
 
 CHINESE = ROOT / "docs" / "zh"
 README = ROOT / "README.zh-CN.md"
+TERMS = CHINESE / "terms.md"
+"""The table of terms, which has no English page. It alone says which words the others may not use."""
 _COMMENT = re.compile(r"(^|\s+)#.*$")
+_EXPLAINED = re.compile(r"\s*[(\uff08][*A-Za-z -]+[)\uff09]")
 _NUMBER = re.compile(r"\d[\d,.]*\d|\d")
 
 
@@ -135,3 +138,25 @@ def _english(page: Page, link: str) -> Any:
     if target.suffix == ".md" and chinese_of(target).exists():
         return f"{link} (there is a Chinese page)"
     return name, anchor
+
+
+def unwanted(terms: Page) -> dict[str, list[str]]:
+    """Map each word that the table of terms forbids to the words that its row gives instead."""
+    found = {}
+    for row in terms.rows:
+        cells = [cell.strip() for cell in row.text.strip().strip("|").split("|")]
+        if len(cells) == 4:
+            found |= {one: re.split(r"[\u3001\uff0c]", cells[1]) for one in re.findall(r"`([^`]+)`", cells[3])}
+    return found
+
+
+def wrong_words(text: str, words: dict[str, list[str]]) -> Iterator[str]:
+    """Yield the forbidden words of a Chinese text without code. English in brackets explains a term, and is allowed."""
+    text = _EXPLAINED.sub("", re.sub(r"\]\([^)]*\)", "]", text))
+    for word, instead in words.items():
+        rest = text
+        for right in instead:
+            if word in right:
+                rest = rest.replace(right, "")
+        if re.search(rf"(?<![\w./-]){word}(?![\w/-]|\.\w)" if word.isascii() else word, rest, re.ASCII | re.IGNORECASE):
+            yield f"{word}; write {instead[0]} ({TERMS.name})"
