@@ -41,6 +41,10 @@ export HYPOTHESIS_STORAGE_DIRECTORY := tests/.hypothesis
 pictures: setup ## make the pictures of docs/ from real runs, with Chromium; some only: IN="ways top"
 	@$(PY) scripts/pictures.py $(IN)
 
+.PHONY: fields
+fields: setup ## write docs/fields.md from train/config/schema.py
+	@$(PY) scripts/fields.py
+
 # Uses the mirrors and proxies of .env.
 PYTEST := . scripts/env.sh && mirrors_from_env && $(PY) -m pytest
 # Whole files, in the order of tests/conftest.py: the longest first.

@@ -1,4 +1,4 @@
 """Measurements that developers repeat, each with its own program: `python -m benchmarks.start --times 5`.
 
-What users measure on their machines is in train/bench (`train bench`). The figures are in docs/benchmarks.md.
+What users measure on their machines is in train/bench (`train bench`). README.md has the results.
 """

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Measures the station on this machine, without a GPU: size, build, start. Prints the table of docs/benchmarks.md.
+# Measures the station on this machine, without a GPU: size, build, start. Prints the table of benchmarks/README.md.
 #
 #     benchmarks/station.sh
 #

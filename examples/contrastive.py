@@ -1,7 +1,7 @@
 """Contrastive learning with a momentum encoder: train launch examples/contrastive.py --nproc 2
 
 Learns from scans without labels (MoCo v3, Chen et al., 2021). Ends at knn 0.82: the share of 397 held-out, randomly
-turned scans whose nearest neighbour is the same digit (pixels: 0.77). Shows `on_device`, `train.gather`, `after_step`.
+turned scans whose nearest neighbour is the same digit (pixels: 0.77). Shows `on_device`, `ts.gather`, `after_step`.
 """
 
 import copy
@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.functional import affine_grid, cross_entropy, grid_sample, normalize
 from torch.utils.data import Subset, TensorDataset
 
-import train
+import trainstation as ts
 
 DEFAULTS = {"epochs": 30, "batch_size": 100, "data.drop_last": True, "optim.lr": 6e-3, "eval.every_epochs": 10}
 
@@ -60,7 +60,7 @@ def loss(model, batch):
     views, _, numbers = batch
     queries = normalize(model.predictor(model.query(views)), dim=1).chunk(2)
     keys = normalize(model.key(views), dim=1).chunk(2)
-    gather = train.gather if model.training else lambda rows: rows
+    gather = ts.gather if model.training else lambda rows: rows
     right = (numbers[:, None] == gather(numbers)).int().argmax(1)
     one, other = (q @ gather(k).T / model.temperature for q, k in zip(queries, keys[::-1], strict=True))
     return (cross_entropy(one, right) + cross_entropy(other, right)) / 2

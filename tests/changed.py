@@ -83,7 +83,7 @@ def needed(changes: Iterable[str], tests: Iterable[Path], above: dict[str, set[s
     for change in changes:
         place = next((place for begin, place in _BY_PLACE.items() if change.startswith(begin)), None)
         parts = Path(change).parts
-        if change.startswith("train/"):
+        if change.startswith("train/") and not change.endswith(".md"):
             room = parts[1].removesuffix(".py")
             rooms |= above.get(room, {room})
         elif place or (change.startswith(tuple(_BY_PLACE.values())) and len(parts) > 2):

@@ -26,8 +26,8 @@ from .cluster import jobs
 from .commands import ls, parser
 from .commands.options import matching
 from .errors import Refused, nearest
+from .monitor.status import RunStatus, look, look_at
 from .run import best, folders, metrics, run_folder
-from .run.record import Record
 
 if TYPE_CHECKING:
     import pandas
@@ -130,10 +130,10 @@ def runs(*names: str, state: str | Sequence[str] | None = None, runs: str | Path
         Refused: no run has this name, or there is no such state.
     """
     folder = _folder(runs)
-    records = jobs.statuses(matching(folder, [*names] or ["*"], must=False), screen.remark)
+    found = look_at(matching(folder, [*names] or ["*"], must=False), screen.remark)
     if state is not None:
-        records = ls.in_states(state if isinstance(state, str) else ",".join(state), records)
-    return [Run(folder, record["name"]) for record in records]
+        found = ls.in_states(state if isinstance(state, str) else ",".join(state), found)
+    return [Run(folder, one.name) for one in found]
 
 
 @_refusing
@@ -167,17 +167,16 @@ class Run:
 
     def __repr__(self) -> str:
         try:
-            record = self._record()
+            one = self._look()
         except (Refused, OSError) as error:
             return f"<Run {self.name}: {error}>"
-        done = f", step {record['step']}/{record['total_steps']}" if record.get("total_steps") else ""
-        return f"<Run {self.name}: {record['state']}{done}>"
+        return f"<Run {self.name}: {one.state}{f', step {one.done}' if one.total else ''}>"
 
     def _repr_html_(self) -> str:
         from .views import cell
 
         try:
-            return cell.html(self._run(), self._record())
+            return cell.html(self._look())
         except (Refused, OSError) as error:
             return cell.line(str(error))
 
@@ -187,13 +186,13 @@ class Run:
     @_refusing
     def state(self) -> str:
         """created, queued, running, stopped, interrupted, copy, failed, finished or other-format; see: train ls -h."""
-        return self._record()["state"]
+        return self._look().state
 
     @property
     @_refusing
     def record(self) -> dict[str, Any]:
-        """The fields of run.json, with the present state and step."""
-        return dict(self._record())
+        """The fields of run.json, with the current state and step."""
+        return dict(self._look().record)
 
     @property
     def folder(self) -> Path:
@@ -203,7 +202,7 @@ class Run:
     @property
     @_refusing
     def metrics(self) -> list[dict[str, Any]]:
-        """The lines of metrics.jsonl, the oldest first. An evaluation has its figures in `eval`."""
+        """The lines of metrics.jsonl, the oldest first. An evaluation has its metrics in `eval`."""
         return [dict(line) for line in metrics.lines(self._run())]
 
     @property
@@ -215,7 +214,7 @@ class Run:
 
     @_refusing
     def to_pandas(self) -> pandas.DataFrame:
-        """Return the metrics as a table, one row per line. An evaluation's figures are columns `eval.NAME`."""
+        """Return the metrics as a table, one row per line. An evaluation's metrics are columns `eval.NAME`."""
         try:
             import pandas
         except ImportError:
@@ -265,7 +264,7 @@ class Run:
         """
         from .views import cell, follow
 
-        record = self._record()
+        record = self._look().record
         run = self._run() if jobs.is_submitted(record) else self._run().held()  # it may be renamed meanwhile
         view = cell.Cell(run) if cell.is_notebook() else follow.view_of(run, record)
         try:
@@ -383,8 +382,8 @@ class Run:
     def _run(self) -> run_folder.Run:
         return folders.find(self.runs, self.name)
 
-    def _record(self) -> Record:
-        return jobs.status(self._run(), screen.remark)
+    def _look(self) -> RunStatus:
+        return look(self._run(), screen.remark)
 
     def _command(self, command: str, function: str = "run", **options: Any) -> Any:
         """Call a function of a command with this run."""

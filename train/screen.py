@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import io
 import logging
 import os
 import re
@@ -131,21 +130,19 @@ def table(rows: list[list[str]], columns: int | None, spare: Collection[int]) ->
         columns: width of the terminal; None: no terminal, nothing is cut.
         spare: columns of the table to leave out on a terminal of less than 80 columns.
     """
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
+    from rich.cells import cell_len, set_cell_size
 
-    made = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0), expand=columns is not None)
+    def cut(text: str, most: int) -> str:
+        return text if cell_len(text) <= most else f"{set_cell_size(text, max(most, 1) - 1)}…"
+
     shown = [number for number in range(len(rows[0])) if columns is None or columns >= 80 or number not in spare]
-    longest = None if columns is None else LONGEST_NAME if columns >= 120 else columns // 3
-    for number in shown:
-        made.add_column(no_wrap=True, max_width=None if number else longest, ratio=1 if number == shown[-1] else None)
-    for row in rows:
-        made.add_row(*(Text(row[number]) for number in shown))
-    console = Console(file=io.StringIO(), width=columns or 10_000, color_system=None)
-    with console.capture() as captured:
-        console.print(made)
-    return "\n".join(line.rstrip() for line in captured.get().splitlines())
+    cells = [[row[number] for number in shown] for row in rows]
+    if columns is not None:
+        longest = LONGEST_NAME if columns >= 120 else columns // 3
+        cells = [[cut(name, longest), *others] for name, *others in cells]
+    widths = [max(map(cell_len, column)) for column in zip(*cells, strict=True)]
+    lines = ("  ".join(map(set_cell_size, row, widths)).rstrip() for row in cells)
+    return "\n".join(line if columns is None else cut(line, columns) for line in lines)
 
 
 def has_bar(stream: IO[str]) -> bool:

@@ -71,11 +71,11 @@ def links(page: Page) -> Iterator[str]:
         path, _, anchor = link.text.partition("#")
         target = (page.path.parent / path).resolve() if path else page.path
         if target != page.path and not target.exists():
-            yield page.fault(link.line, f"{path} does not exist; mend the link")
+            yield page.fault(link.line, f"{path} does not exist; fix the link")
         elif anchor and target.suffix == ".md":
             there = page if target == page.path else _page(target)
             if anchor not in (heading.anchor for heading in there.headings):
-                yield page.fault(link.line, f"{target.name} has no heading #{anchor}; mend the link")
+                yield page.fault(link.line, f"{target.name} has no heading #{anchor}; fix the link")
 
 
 @functools.cache
@@ -92,7 +92,7 @@ def blocks(page: Page) -> Iterator[str]:
         if block.mark is not None:
             yield from _mark(page, block, block.mark)
         if reason := _syntax_error(block):
-            yield page.fault(block.line, f"is no {block.language}: {reason}; mend it, or make it a text block")
+            yield page.fault(block.line, f"is no {block.language}: {reason}; fix it, or make it a text block")
         if block.language == "bash" and re.search(r"^\s*\$ ", block.text, re.MULTILINE):
             yield page.fault(block.line, "leave out the prompt $; put output into a text block")
 
@@ -305,7 +305,7 @@ def paths_in_prose(page: Page) -> Iterator[str]:
         path = re.sub(r"\{[^}]*\}|…|<[^>]*>|\b[A-Z][A-Z0-9_]*\b", "*", path)
         if path in ("train", *FILES_OF_USERS) or any(ROOT.glob(path)):
             continue
-        yield page.fault(code.line, f"`{code.text}` does not exist in the checkout; mend the path")
+        yield page.fault(code.line, f"`{code.text}` does not exist in the checkout; fix the path")
 
 
 def variables(page: Page) -> Iterator[str]:
@@ -316,7 +316,7 @@ def variables(page: Page) -> Iterator[str]:
         first = row.text.strip().strip("|").split("|")[0]
         for name in re.findall(r"`([A-Z][A-Z0-9_]{2,})(?:=[^`]*)?`", first):
             if not re.search(rf"\b{name}\b", _settings()):
-                yield page.fault(row.line, f"no file reads {name}; mend its name, or leave the row out")
+                yield page.fault(row.line, f"no file reads {name}; fix its name, or leave the row out")
 
 
 @functools.cache

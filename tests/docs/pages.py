@@ -1,4 +1,7 @@
-"""Reads README.md and docs/*.md: headings, links, fenced blocks with their marks, inline code, and shell commands."""
+"""Reads README.md, docs/*.md and the pages beside the code.
+
+Finds headings, links, fenced blocks with their marks, inline code, and shell commands.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
+FOLDERS = ("benchmarks", "deploy/monitoring", "tests/cuda", "tests/gpu", "train")
+"""Folders with a page for those who work on them."""
 
 _FENCE = re.compile(r"( *)(`{3,}|~{3,})\s*(\S*)\s*$")
 _HEADING = re.compile(r"(#{1,6})\s+(.+?)\s*#*$")
@@ -98,7 +103,8 @@ class Page:
 
 def english() -> list[Path]:
     """Every English page, in a fixed order."""
-    return [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+    beside_code = [ROOT / folder / "README.md" for folder in FOLDERS]
+    return [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *beside_code]
 
 
 def chinese() -> list[Path]:

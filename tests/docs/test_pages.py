@@ -118,7 +118,7 @@ def test_a_setting_that_no_file_reads_is_found() -> None:
     table = "# A\n\n| setting | does |\n|---|---|\n| `{}` | x |"
     assert faults(table.format("SSH_PORT"), "station.md") == []
     (fault,) = faults(table.format("SSH_PROT"), "station.md")
-    assert fault == "docs/station.md:5: no file reads SSH_PROT; mend its name, or leave the row out"
+    assert fault == "docs/station.md:5: no file reads SSH_PROT; fix its name, or leave the row out"
 
 
 def test_a_long_readme_is_found(tmp_path: Path) -> None:

@@ -1,1 +1,1 @@
-"""Proof on a GPU in minutes: see docs/gpu.md. `python -m tests.gpu`, or `make test-gpu`."""
+"""Proof on a GPU in minutes: see README.md. `python -m tests.gpu`, or `make test-gpu`."""

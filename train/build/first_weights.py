@@ -42,10 +42,10 @@ def mender(run: Run, task: Task, config: Config, *, tell: Callable[[str], object
             names = frozen_names(model, config.freeze)
             is_made = frozen.make_again(run, model.state_dict(), frozen=names, entry=entry)
         except (OSError, Refused) as error:
-            tell(f"the frozen weights cannot be made again: {one_line(error)}")
+            tell(f"the frozen weights cannot be computed again: {one_line(error)}")
             return False
         if is_made:
-            tell(f"{manifests.frozen_name(entry)} was damaged, and was made again")
+            tell(f"{manifests.frozen_name(entry)} was damaged, and was computed again")
         return is_made
 
     return lambda entry: again(entry["sha256"], entry["size"])

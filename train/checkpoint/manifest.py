@@ -250,7 +250,7 @@ def newest_valid(
         way = f"check the disk, owner and mode of {run.checkpoints}"
         if isinstance(first, FrozenDamaged):
             name = frozen_name(first.entry)
-            way = f"its first weights do not make {name} again; put a copy of that file back into {run.folder}"
+            way = f"its initial weights do not make {name} again; put a copy of that file back into {run.folder}"
         raise Refused(f"{unused[step]}, and there is no older one; {way}") from first
     for step in unused if sets_aside else ():
         set_aside(run, step, UNREADABLE if step in unread else DAMAGED)

@@ -17,7 +17,7 @@ from typing import Any, cast
 
 from ..errors import Refused
 from ..launcher.resumable import gives_more
-from ..run import durable, folders, metrics, owner, states
+from ..run import durable, folders, owner, states
 from ..run.record import Record
 from ..run.run_folder import Run
 from ..signals import USER
@@ -129,26 +129,25 @@ def _hand_over(run: Run, undo: Callable[[], None]) -> str:
     return message
 
 
-def statuses(runs: Iterable[Run], tell: Tell) -> list[Record]:
-    """Return the records of runs with their effective states. Each place of an engine is asked at most once.
+def statuses(runs: Iterable[Run], tell: Tell) -> Iterator[tuple[Run, Record]]:
+    """Yield runs with their records and effective states. Each place of an engine is asked at most once.
 
     Args:
         tell: called with a line for each engine that does not answer and each record that cannot be read.
     """
     answers: dict[tuple[str, str | None], _Jobs | None] = {}
-    found = []
     for run in runs:
         try:
-            record = _seen(run)
+            record = seen(run)
             if is_submitted(record) and record["state"] not in (states.FINISHED, states.FAILED):
                 at = record["submitted"]["engine"], record["submitted"].get("at")
                 if at not in answers:
                     answers[at] = _answer(record, tell)
                 record = with_job_status(record, answers[at])
-            found.append(record)
         except Refused as error:
             tell(str(error))
-    return found
+        else:
+            yield run, record
 
 
 def status(run: Run, tell: Tell) -> Record:
@@ -157,15 +156,17 @@ def status(run: Run, tell: Tell) -> Record:
     Raises:
         Refused: the record cannot be read.
     """
-    record = _seen(run)
-    return next(iter(statuses([run], tell)), record) if is_submitted(record) else record
+    record = seen(run)
+    return next((found for _, found in statuses([run], tell)), record) if is_submitted(record) else record
 
 
-def _seen(run: Run) -> Record:
-    """Return a run's record as its folder shows it, with its owner."""
+def seen(run: Run) -> Record:
+    """Return a run's record as its folder shows it: the effective state, and the owner if that is another user.
+
+    Raises:
+        Refused: the record cannot be read.
+    """
     record = run.read_effective(of_any_format=True)
-    if record["state"] != states.OTHER_FORMAT:
-        record = metrics.up_to_date(run, record)
     record.pop("owner", None)  # the run itself does not decide this
     if other := owner.of_other(run):
         record["owner"] = other

@@ -23,7 +23,7 @@ GROUPS = {
         "resume": "continue a stopped, interrupted or failed run",
         "keeper": "resume interrupted runs; save all runs on SIGTERM",
         "mirror": "copy what the mirror of a run lacks",
-        "fetch": "bring a run back from its mirror",
+        "fetch": "fetch a run from its mirror",
         "archive": "pack a run into one file, to resume it on another machine",
         "mv": "rename a run, even while it trains",
         "rm": "delete runs that are not running",

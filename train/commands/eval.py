@@ -30,7 +30,7 @@ def add_arguments(parser: Parser) -> None:
     add_name(parser)
     add_checkpoint(parser)
     add_json(parser)
-    parser.add_argument("--to", metavar="FILE", help="Write the figures to this .json file, too.")
+    parser.add_argument("--to", metavar="FILE", help="Write the metrics to this .json file, too.")
 
 
 def run(options: Namespace, runs: Path) -> int:

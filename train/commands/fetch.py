@@ -10,8 +10,8 @@ from ..errors import EXIT_FINISHED
 from .parser import Parser
 
 EXAMPLES = {
-    "train fetch s3://bucket/demo1": "Bring the run back on another machine. Then: train resume demo1.",
-    "train fetch /mnt/backup/demo1 --name demo2": "Bring it back under another name.",
+    "train fetch s3://bucket/demo1": "Copy the run to this machine. Then: train resume demo1.",
+    "train fetch /mnt/backup/demo1 --name demo2": "Copy it under another name.",
 }
 
 

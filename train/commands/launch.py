@@ -103,7 +103,7 @@ def check(options: Namespace, request: Request, runs: Path) -> None:
         if options.on_restart is not None:
             raise Refused("--on-restart is for scripts; a task continues from its checkpoint by itself")
         if options.figures is not None:
-            raise Refused("--figures is for scripts; a task writes its figures itself")
+            raise Refused("--figures is for scripts; a task writes its metrics itself")
         if options.arguments:
             raise Refused(f"unexpected {options.arguments[0]}: a TASK takes flags only; see: train launch --help")
         check_now(request, runs)

@@ -14,16 +14,13 @@ from pathlib import Path
 from typing import Any
 
 from .. import screen
-from ..cluster import jobs
 from ..errors import EXIT_FINISHED, Refused, nearest
 from ..launcher import tmux
+from ..monitor.status import RunStatus, find_best, look_at
 from ..run import best, states
-from ..run.metrics import last_evaluation
 from ..run.record import FORMAT, Record
 from ..run.run_folder import Run
-from ..run.spec import spec_of
 from ..views.listing import BEST, COLUMNS, LOSSES, listing, value
-from ..views.time_spent import note_losses
 from .completion_values import words
 from .options import add_json, add_names, matching
 from .parser import Parser, number
@@ -86,30 +83,35 @@ def run(options: Namespace, runs: Path) -> int:
     limit = number("limit", options.limit, 1)
     launching = _launching(runs, options.names or ["*"])
     names = [name for name in options.names if name not in launching] if options.names else ["*"]
-    records = [*jobs.statuses(matching(runs, names, must=False), screen.remark), *launching.values()]
-    is_part = bool(options.names or records)
+    found = look_at(matching(runs, names, must=False), screen.remark)
+    found += [RunStatus(Run(runs / name), record) for name, record in launching.items()]
+    is_part = bool(options.names or found)
     columns = tuple(map(str.strip, options.columns.split(","))) if options.columns is not None else COLUMNS
-    readable = [record for record in records if record["state"] != states.OTHER_FORMAT]
-    for record in readable:
-        note_losses(Run(runs / record["name"]), record)
     if options.json or options.columns is not None or options.sort not in _ORDERS:
-        _add_details(readable, runs, [*columns, options.sort])
-    _check_names("--columns", columns, records)
-    _check_names("--sort", (options.sort,), records)
+        named = [name.removeprefix(BEST) for name in (*columns, options.sort) if name.startswith(BEST)]
+        texts = [name for name in named if name.startswith(("min:", "max:"))]
+        find_best((one for one in found if one.state != states.OTHER_FORMAT), texts)
+    _check_names("--columns", columns, found)
+    _check_names("--sort", (options.sort,), found)
     if options.state is not None:
-        records = in_states(options.state, records)
-    records = _ordered(records, options.sort, limit, options.reverse)
+        found = in_states(options.state, found)
+    found = _ordered(found, options.sort, limit, options.reverse)
     if options.csv:
-        rows = [columns, *([value(record, column, repr) for column in columns] for record in records)]
+        rows = [columns, *([value(one, column, repr) for column in columns] for one in found)]
         plain = ([screen.printable(one) if isinstance(one, str) else one for one in row] for row in rows)
         csv.writer(sys.stdout, lineterminator="\n").writerows(plain)
+    elif options.json:
+        print(json.dumps([_as_json(one) for one in found], indent=1, default=str))
     else:
-        print(
-            json.dumps(records, indent=1, default=str)
-            if options.json
-            else listing(records, runs=runs, is_part=is_part, columns=columns)
-        )
+        print(listing(found, runs=runs, is_part=is_part, columns=columns))
     return EXIT_FINISHED
+
+
+def _as_json(one: RunStatus) -> dict[str, Any]:
+    """Return a run with its configuration, the metrics of its last evaluation, and their best values."""
+    if one.state == states.OTHER_FORMAT:
+        return one.to_json()
+    return {**one.to_json(), "config": one.config, "metrics": one.metrics, "best": one.best}
 
 
 def _launching(runs: Path, names: list[str]) -> dict[str, Record]:
@@ -125,75 +127,59 @@ def _launching(runs: Path, names: list[str]) -> dict[str, Record]:
     }  # fmt: skip
 
 
-def _add_details(records: list[Record], runs: Path, named: Iterable[str]) -> None:
-    """Add to the records of these runs the configuration, the metrics of the last evaluation, and their best values.
-
-    Args:
-        named: Columns and an order; min:METRIC and max:METRIC among them are added, too.
-    """
-    for record in records:
-        run = Run(runs / record["name"])
-        record["config"] = spec_of(record, run.read_config()).used_config
-        if not record.get("metrics") and (line := last_evaluation(run)) is not None:
-            record["metrics"] = line["eval"]
-    configs = [record["config"] for record in records]
-    directed = [name.removeprefix(BEST) for name in named if name.startswith((f"{BEST}min:", f"{BEST}max:"))]
-    for record in records:
-        is_script, run = bool(record.get("script")), Run(runs / record["name"])
-        record["best"] = best.bests(run, is_script, [record["config"], *configs], texts=directed)
-
-
-def _check_names(option: str, names: tuple[str, ...], records: list[Record]) -> None:
+def _check_names(option: str, names: tuple[str, ...], found: list[RunStatus]) -> None:
     """Check that at least one of these runs has each column or order. Raises Refused."""
-    fields = ("metrics", "last_figures", "config")
-    parts: Iterable[Any] = (record.get(name) or {} for record in records for name in fields)
-    known = {*COLUMNS, *_ORDERS, *LOSSES, "loss", "owner", "args", *itertools.chain.from_iterable(parts)}
-    known |= {f"{BEST}{name}" for record in records for name in record.get("best") or {}}
-    for name in names if records else ():
+    own = {*COLUMNS, *_ORDERS, *LOSSES, "loss", "owner", "args"}
+    if not found or own.issuperset(names):
+        return
+    parts: Iterable[Any] = ((one.metrics, one.record.get("last_figures") or {}, one.config) for one in found)
+    known = own | {*itertools.chain.from_iterable(itertools.chain.from_iterable(parts))}
+    known |= {f"{BEST}{name}" for one in found for name in one.best}
+    for name in names:
         if name not in known:
             hint = nearest(name, known, otherwise="; see: train ls --help")
             raise Refused(f"{option} {name}: no run here has this column{hint}")
         metric = name.removeprefix(BEST)
-        if metric != name and best.aim_among(metric, [record["config"] for record in records]) is None:
+        if metric != name and best.aim_among(metric, [one.config for one in found]) is None:
             raise Refused(
                 f"{option} {name}: these runs disagree whether lower is better; give {BEST}min:{metric} or "
                 f"{BEST}max:{metric}"
             )
 
 
-def in_states(wanted: str, records: list[Record]) -> list[Record]:
-    """Return the records in one of these states, given with commas. Raises Refused for an unknown state."""
+def in_states(wanted: str, found: list[RunStatus]) -> list[RunStatus]:
+    """Return the runs in one of these states, given with commas. Raises Refused for an unknown state."""
     among = [state.strip() for state in wanted.split(",")]
     for state in among:
         if state not in states.ALL:
             raise Refused(f"--state {state}: must be one of {', '.join(states.ALL)}{nearest(state, states.ALL)}")
-    return [record for record in records if record.get("state") in among]
+    return [one for one in found if one.state in among]
 
 
-def _ordered(records: list[Record], order: str, limit: int | None, reverse: bool) -> list[Record]:
-    """Return these records, given oldest first, in another order. Records without a value come last.
+def _ordered(found: list[RunStatus], order: str, limit: int | None, reverse: bool) -> list[RunStatus]:
+    """Return these runs, given oldest first, in another order. Runs without a value come last.
 
     Args:
         order: one of _ORDERS, a config field (smallest first), or a metric (best first).
-        limit: maximum number of records: the newest ones for `created`, otherwise the first ones.
+        limit: maximum number of runs: the newest ones for `created`, otherwise the first ones.
     """
     if order == "created":
-        records = records[-limit if limit else 0 :]
-        return records[::-1] if reverse else records
-    text = order.removeprefix(BEST)
-    aim = best.aim_among(text, [record.get("config") or {} for record in records]) or best.aim_of(text)
-    keys = [(_key(record, order, aim.is_least), record) for record in records]
+        found = found[-limit if limit else 0 :]
+        return found[::-1] if reverse else found
+    text, configs = order.removeprefix(BEST), [one.config for one in found if order not in _ORDERS]
+    aim = best.aim_among(text, configs) or best.aim_of(text)
+    keys = [(_key(one, order, aim.is_least), one) for one in found]
     known = sorted((pair for pair in keys if pair[0] is not None), key=lambda pair: pair[0], reverse=reverse)
-    return [record for _, record in [*known, *(pair for pair in keys if pair[0] is None)]][:limit]
+    return [one for _, one in [*known, *(pair for pair in keys if pair[0] is None)]][:limit]
 
 
-def _key(record: Record, order: str, is_least: bool) -> Any:
-    """Return the sort key of a record; None if the run has no such value. `is_least`: whether lower is better."""
-    found = value(record, order)
+def _key(one: RunStatus, order: str, is_least: bool) -> Any:
+    """Return the sort key of a run; None if the run has no such value. `is_least`: whether lower is better."""
+    found = value(one, order)
     if order == "state":
         return states.ALL.index(found) if found in states.ALL else len(states.ALL)
     if isinstance(found, int | float):  # tested before text, because a field may be either
-        is_metric = order.startswith(BEST) or order in (record.get("metrics") or {})
+        is_metric = order.startswith(BEST) or order in one.metrics
         is_most = order == "step" or (is_metric and not is_least)
         return (0, -found if is_most else found) if math.isfinite(found) else None
     return None if found is None else (1, str(found))

@@ -113,7 +113,7 @@ def add_on_restart(parser: Parser) -> None:
 def add_figures(parser: Parser) -> None:
     """Add where the figures of a script are read from."""
     text = (
-        "Read the figures of a script from its output, by a regular expression with the group step and others, or "
+        "Read the metrics of a script from its output, by a regular expression with the group step and others, or "
         "from files: tensorboard:PATH. May be given several times."
     )
     parser.add_argument("--figures", metavar="REGEX", action="append", help=text)

@@ -6,7 +6,7 @@ import json
 import re
 import signal
 import sys
-from argparse import Namespace
+from argparse import SUPPRESS, Namespace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -51,6 +51,8 @@ def add_arguments(parser: Parser) -> None:
     add_ranks(parser)
     add_script(parser)
     parser.rest = (*parser.rest, "task")
+    for name in _NOT_HERE:
+        parser.flags[name].help = SUPPRESS
 
 
 def run(options: Namespace, runs: Path) -> int:

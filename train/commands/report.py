@@ -25,16 +25,17 @@ def add_arguments(parser: Parser) -> None:
 
 def run(options: Namespace, runs: Path) -> int:
     """Print where the time went, or write the page."""
+    from ..monitor.status import RunStatus
     from ..run import folders
     from ..views import report
 
     if options.json and options.to is not None:
         raise Refused("--json prints, but --to writes a page; give one of them")
     run = folders.find(runs, options.name)
-    record = run.read_effective()
+    one = RunStatus(run, run.read_effective())
     if options.to is not None:
-        report.write(run, record, Path(options.to))
+        report.write(one, Path(options.to))
         screen.say(f"wrote {options.to}")
     else:
-        print(report.as_json(run, record) if options.json else report.text(run, record))
+        print(report.as_json(one) if options.json else report.text(one))
     return EXIT_FINISHED

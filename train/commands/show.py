@@ -13,7 +13,7 @@ from .parser import Parser
 
 EXAMPLES = {
     "train show demo1": "State, reason and next command; results, attempts, checkpoints.",
-    "train show demo1 --json": "The same for programs: run.json with the present state.",
+    "train show demo1 --json": "The same for programs: run.json with the current state.",
 }
 
 
@@ -25,27 +25,19 @@ def add_arguments(parser: Parser) -> None:
 
 def run(options: Namespace, runs: Path) -> int:
     """Print the story, or the record as JSON."""
-    from ..cluster import jobs
     from ..mirror import state as mirror
+    from ..monitor.status import look
     from ..run import best, folders, states
-    from ..run.spec import spec_of
-    from ..supervise import programs
     from ..views.listing import story
-    from ..views.time_spent import note_losses
 
-    run = folders.find(runs, options.name)
-    record = jobs.status(run, screen.remark)
-    is_other = record["state"] == states.OTHER_FORMAT
-    spec = spec_of(record, {} if is_other else run.read_config())
+    one = look(folders.find(runs, options.name), screen.remark)
     if not options.json:
-        print(story(run, record, spec))
+        print(story(one))
         return EXIT_FINISHED
-    if is_other:
-        print(json.dumps(record, indent=1))
-        return EXIT_FINISHED
-    has_steps = programs.of(spec).reports_steps(record["attempts"])
-    facts = best.facts(run, spec.best_by) if has_steps else {}
-    note_losses(run, record)
-    facts |= mirror.facts(run, record, str(spec.config.get(mirror.FIELD) or ""))
-    print(json.dumps({**record, **facts}, indent=1))
+    facts = one.to_json()
+    if one.state != states.OTHER_FORMAT:
+        has_steps = one.program.reports_steps(one.record["attempts"])
+        facts |= best.facts(one.run, one.spec.best_by) if has_steps else {}
+        facts |= mirror.facts(one.run, one.record, str(one.spec.config.get(mirror.FIELD) or ""))
+    print(json.dumps(facts, indent=1))
     return EXIT_FINISHED

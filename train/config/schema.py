@@ -196,7 +196,7 @@ class Checkpoint:
     """Number of checkpoints that are best by checkpoint.best to keep, besides the newest ones."""
     mirror: Changeable[str] = ""
     """URL or absolute path of a folder for this run alone, into which a process behind training copies the checkpoints
-    and the run's other files: s3://BUCKET/NAME, hf://, sftp://, another disk. train fetch URL brings the run back.
+    and the run's other files: s3://BUCKET/NAME, hf://, sftp://, another disk. train fetch URL fetches the run.
     Credentials come from the files and variables of the libraries. Empty: none."""
     asynchronous: Changeable[bool] = True
     """true: write checkpoints in the background. Training waits only until the state is copied to host memory."""
@@ -281,7 +281,7 @@ class Config:
     learns has a loss near 0 after some hundred steps. The learning rate stays constant unless --schedule.decay is
     given. none: off."""
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
-    """Seed of everything random: order of samples, augmentation, dropout, first weights. data.seed replaces it for
+    """Seed of everything random: order of samples, augmentation, dropout, initial weights. data.seed replaces it for
     datasets()."""
     batch_size: Count = 64
     """Global batch size: samples per optimizer update, over all ranks."""

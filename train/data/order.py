@@ -52,7 +52,7 @@ def order(seed: int, epoch: int, positions: npt.ArrayLike, length: int) -> npt.N
     """
     where = np.asarray(positions, dtype=np.int64)
     if length < 1 or (where.size and (where.min() < 0 or where.max() >= length)):
-        raise ValueError(f"positions must lie in [0, {length})")
+        raise ValueError(f"positions must be in [0, {length})")
     bits = max(2, (length - 1).bit_length())
     kind: Any = np.uint32 if bits <= 32 else np.uint64
     rounds = ROUNDS_FEW if bits <= 12 else ROUNDS

@@ -171,7 +171,7 @@ def _index_of(files: list[Path]) -> _Index:
                 file.parent.mkdir(parents=True, exist_ok=True)
             write_atomically(file, packed.getvalue())
             return index
-    screen.say(f"{candidates[0]} cannot be written, so the index is made again at every start")
+    screen.say(f"{candidates[0]} cannot be written, so the index is built at every start")
     return index
 
 

@@ -296,7 +296,7 @@ def _at_checkpoint(run: Run, step: int, code: _Code, model: nn.Module, config: C
 
 
 def _at_beginning(run: Run, record: Record, code: _Code, model: nn.Module, config: Config) -> _Begin:
-    """Begin at step 0, with the first weights of the forked run.
+    """Begin at step 0, with the initial weights of the forked run.
 
     Raises:
         Refused: these weights do not fit edited code.
@@ -312,9 +312,9 @@ def _at_beginning(run: Run, record: Record, code: _Code, model: nn.Module, confi
         if shapes.get(name) != value.shape:
             here = f"{[*shapes[name]]} in" if name in shapes else "not in"
             way = f"start a new run: train launch {code.task.file}"
-            raise Refused(f"the first weights of {run.name} do not fit: {name} is {here} the model now; {way}")
+            raise Refused(f"the initial weights of {run.name} do not fit: {name} is {here} the model now; {way}")
     is_new = code.edited and (code.task.pretrained is not None or code.task.adapt_state_dict is not None)
-    said = [f"the first weights are those of {run.name}: pretrained() is not called again"] if is_new else []
+    said = [f"the initial weights are those of {run.name}: pretrained() is not called again"] if is_new else []
     return _Begin({"init": record.get("init") or []}, copies={initial_weights.FILE: kept}, warnings=said)
 
 

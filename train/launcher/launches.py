@@ -218,7 +218,7 @@ class Resume(_Launch):
         if self.on_restart is not None:
             raise Refused(f"--on-restart is for scripts, and {run.name} runs a task, which continues by itself")
         if self.figures is not None:
-            raise Refused(f"--figures is for scripts, and {run.name} runs a task, which writes its figures itself")
+            raise Refused(f"--figures is for scripts, and {run.name} runs a task, which writes its metrics itself")
         from .. import config as configuration
         from .resume import prepare_resume
 

@@ -95,7 +95,7 @@ class Copier:
             steps = self._run.steps_saved()
             if max(self._there, default=0) > max(steps, default=0):
                 ahead = f"the mirror has step {max(self._there)}, and this run only step {max(steps, default=0)}"
-                way = f"train fetch {self.remote.url} --name NEW brings it back"
+                way = f"train fetch {self.remote.url} --name NEW fetches it"
                 raise Refused(f"{ahead}; nothing is copied until the run has passed it; {way}")
             self._copy_files()
             for step in steps:  # the newest first

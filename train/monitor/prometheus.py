@@ -31,11 +31,9 @@ from ..errors import EXIT_FINISHED, Refused, one_line
 from ..gpus import ECC, REASONS, Gpus, GpuState, process_of
 from ..launcher import keeper
 from ..run import heartbeat, states
-from ..run.record import Record
-from ..run.run_folder import Run, seconds_of
+from ..run.run_folder import seconds_of
 from ..run.spec import spec_of
-from ..supervise import programs
-from . import run_status
+from .status import Runs, RunStatus, doing
 
 log = logging.getLogger("train.exporter")
 
@@ -57,7 +55,7 @@ FIGURES: dict[str, tuple[Sequence[str], str]] = {
     "train_run_phase": ((*RUN, "phase"), "1 for what the run does during an attempt, 0 for the others"),
     "train_run_step": (RUN, "Last finished step, counted from 1; falls when a run continues from a checkpoint"),
     "train_run_target_steps": (RUN, "Steps after which the run ends"),
-    "train_run_epoch": (RUN, "Present epoch, counted from 1"),
+    "train_run_epoch": (RUN, "Current epoch, counted from 1"),
     "train_run_ranks": (RUN, "Ranks of the last attempt"),
     "train_run_loss": (RUN, "Loss of the last line of metrics.jsonl"),
     "train_run_learning_rate": (RUN, "Learning rate of the last line of metrics.jsonl, while the run lives"),
@@ -97,13 +95,11 @@ FIGURES: dict[str, tuple[Sequence[str], str]] = {
 }
 
 
-_OF_PROGRESS = {
-    "train_run_step": "step", "train_run_target_steps": "total", "train_run_loss": "loss",
-    "train_run_learning_rate": "rate", "train_run_samples_per_second": "samples_per_s",
-    "train_run_step_duration_seconds": "step_time", "train_run_data_wait_ratio": "waits",
+_OF_LINE = {
+    "train_run_learning_rate": "lr", "train_run_samples_per_second": "samples_per_s",
     "train_run_peak_memory_bytes": "memory",
 }  # fmt: skip
-"""Maps a metric to a field of run_status.Progress."""
+"""Maps a metric to a number of a training line."""
 _OF_GPU = {
     "train_gpu_utilization_ratio": "use", "train_gpu_memory_used_bytes": "memory_used",
     "train_gpu_memory_size_bytes": "memory_size", "train_gpu_temperature_celsius": "celsius",
@@ -155,7 +151,7 @@ class Collector(prometheus_client.registry.Collector):
     """Collects the metrics for Prometheus' library. Never raises: what fails is left out, counted and logged."""
 
     def __init__(self, folder: Path, recent: int) -> None:
-        self._runs, self._recent = run_status.Runs(folder), recent
+        self._runs, self._recent = Runs(folder), recent
         self._gpus = Gpus()
         self._last_gpus: list[GpuState] = []
         self._problems = 0
@@ -191,61 +187,62 @@ class Collector(prometheus_client.registry.Collector):
         figures.add("train_runs_disk_size_bytes", disk.f_blocks * disk.f_frsize)
 
     def _add_runs(self, figures: Figures) -> None:
-        records = self._runs.records()
-        counts = collections.Counter(record["state"] for record in records)
+        found = self._runs.look()
+        counts = collections.Counter(one.state for one in found)
         for name in states.ALL:
             figures.add("train_runs", counts[name], name)
         figures.add("train_runs_damaged", self._runs.damaged)
         now = time.time()  # one time for both lists, so that no run is in both
-        wanted = [record for record in records if _is_wanted(record, now)]  # live runs come first
-        others = [record for record in records if not _is_wanted(record, now)]
+        wanted = [one for one in found if _is_wanted(one, now)]  # live runs come first
+        others = [one for one in found if not _is_wanted(one, now)]
         shown = wanted[:_MOST] + others[: self._recent]
-        figures.add("train_runs_left_out", len(records) - len(shown))
+        figures.add("train_runs_left_out", len(found) - len(shown))
         taken: dict[int, float] = {}
         for gpu in self._last_gpus:
             for pid, size in gpu.processes.items():  # a process may use several GPUs
                 taken[pid] = taken.get(pid, 0.0) + size
-        for record in shown:
-            self._try(f"the run {record['name']!a}", functools.partial(self._add_run, figures, record, taken))
+        for one in shown:
+            self._try(f"the run {one.name!a}", functools.partial(self._add_run, figures, one, taken))
 
-    def _add_run(self, figures: Figures, record: Record, taken: dict[int, float]) -> None:
-        name = record["name"]
-        run = Run(self._runs.folder / name)
-        lives, progress = run_status.is_alive(record), run_status.progress(run, record)
-        device, program = record.get("device") or "", programs.of_record(record)
-        figures.add("train_run_info", 1, name, program.label(spec_of(record, {}))[:64], device[:16])
-        figures.one_of("train_run_state", record["state"], states.ALL, name)
+    def _add_run(self, figures: Figures, one: RunStatus, taken: dict[int, float]) -> None:
+        name, record = one.name, one.record
+        label = one.program.label(spec_of(record, {}))
+        figures.add("train_run_info", 1, name, label[:64], (record.get("device") or "")[:16])
+        figures.one_of("train_run_state", one.state, states.ALL, name)
         figures.add("train_run_epoch", record["epoch"], name)
         figures.add("train_run_ranks", record["world_size"], name)
-        for figure, field in _OF_PROGRESS.items():
-            figures.add(figure, getattr(progress, field), name)
+        figures.add("train_run_step", one.step, name)
+        figures.add("train_run_target_steps", one.total, name)
+        figures.add("train_run_loss", record.get("loss"), name)
+        figures.add("train_run_step_duration_seconds", one.step_time, name)
+        figures.add("train_run_data_wait_ratio", one.waits, name)
+        for figure, field in _OF_LINE.items():
+            figures.add(figure, one.measured(field), name)
         figures.add("train_run_started_timestamp_seconds", seconds_of(record.get("started")), name)
-        if not lives:
+        if not one.is_alive:
             figures.add("train_run_ended_timestamp_seconds", seconds_of(record.get("ended")), name)
         figures.add("train_run_attempts_total", len(record["attempts"]), name)
-        figures.add("train_run_deaths_total", run_status.deaths(record), name)
-        saved = run_status.saved(run)
-        if saved is not None:
+        figures.add("train_run_deaths_total", one.deaths, name)
+        if (saved := one.saved) is not None:
             figures.add("train_run_checkpoint_step", saved[0], name)
             figures.add("train_run_checkpoint_timestamp_seconds", saved[1], name)
-        if run_status.is_at_work(record):
-            self._add_ranks(figures, run, record, taken)
+        if one.is_at_work:
+            self._add_ranks(figures, one, taken)
 
-    def _add_ranks(self, figures: Figures, run: Run, record: Record, taken: dict[int, float]) -> None:
-        found = run_status.ranks(run, record)
-        figures.add("train_run_last_progress_timestamp_seconds", run_status.moved(record, found), run.name)
-        if programs.of_record(record).reports_steps(record["attempts"]):
-            figures.one_of("train_run_phase", run_status.doing(found), heartbeat.NAMES, run.name)
-        for rank in found:
+    def _add_ranks(self, figures: Figures, one: RunStatus, taken: dict[int, float]) -> None:
+        figures.add("train_run_last_progress_timestamp_seconds", one.last_progress, one.name)
+        if one.program.reports_steps(one.record["attempts"]):
+            figures.one_of("train_run_phase", doing(one.ranks), heartbeat.NAMES, one.name)
+        for rank in one.ranks:
             if rank.beat is None:
                 continue
-            labels = run.name, str(rank.number)
+            labels = one.name, str(rank.number)
             figures.add("train_rank_step", rank.beat.step, *labels)
             figures.add("train_rank_last_beat_timestamp_seconds", rank.beaten or None, *labels)
-            on_gpus = process_of(rank.beat.pid, run.folder / "lock", taken)
+            on_gpus = process_of(rank.beat.pid, one.run.folder / "lock", taken)
             figures.add("train_rank_gpu_memory_bytes", None if on_gpus is None else taken[on_gpus], *labels)
             with contextlib.suppress(psutil.Error):  # it has ended meanwhile
-                if process := run_status.process(record, rank):
+                if process := one.process(rank):
                     figures.add("train_rank_resident_memory_bytes", process.memory_info().rss, *labels)
 
     def _add_gpus(self, figures: Figures) -> None:
@@ -263,11 +260,11 @@ class Collector(prometheus_client.registry.Collector):
                     figures.add("train_gpu_throttled", float(bool(gpu.reasons & bit)), *labels, reason)
 
 
-def _is_wanted(record: Record, now: float) -> bool:
+def _is_wanted(one: RunStatus, now: float) -> bool:
     """Whether a run is live or has an alert. Runs that ended later must not displace it."""
-    if record["state"] == states.FAILED:
-        return (seconds_of(record.get("ended")) or 0.0) > now - _FAILED_FOR
-    return record["state"] == states.INTERRUPTED or run_status.is_alive(record)
+    if one.state == states.FAILED:
+        return one.last_change > now - _FAILED_FOR
+    return one.state == states.INTERRUPTED or one.is_alive
 
 
 def serve(runs: Path, *, address: str, port: int, recent: int) -> NoReturn:

@@ -15,11 +15,8 @@ from ..cluster import jobs
 from ..errors import one_line
 from ..format import figure
 from ..gpus import Gpus, GpuState, process_of
-from ..run import metrics, states
-from ..run.record import Record
-from ..run.run_folder import Run
-from ..supervise import programs
-from . import run_status
+from ..run import states
+from .status import MOST_RANKS, Rank, Runs, RunStatus, doing
 
 _NONE = "-"
 _WAITING = (states.CREATED, states.QUEUED, states.INTERRUPTED, states.COPY)
@@ -44,39 +41,39 @@ class Page:
 
     def __init__(self, runs: Path, names: list[str] | None = None) -> None:
         self.runs, self.names = runs, names or []
-        self._looked = run_status.Runs(runs)
+        self._looked = Runs(runs)
         self._processes: dict[int, Any] = {}
         self._gpus = Gpus()
         self._cards: list[GpuState] = []
 
     def ask(self, seconds: float) -> None:
         """Wait at most so many seconds until clusters have reported the state of these runs."""
-        self._looked.records(self.names)
+        self._looked.look(self.names)
         self._looked.engines.wait(seconds)
 
     def rows(self, columns: int, lines: int) -> list[Line]:
-        """Return the present page, cut to what fits: live runs first, then those that ended last."""
+        """Return the current page, cut to what fits: live runs first, then those that ended last."""
         # names and reasons may contain control characters
         return [Line(screen.printable(row.text), row.kind) for row in self._rows(columns, lines)]
 
     def _rows(self, columns: int, lines: int) -> list[Line]:
-        records, self._cards = self._looked.records(self.names), self._gpus.read()
-        alive = [record for record in records if run_status.is_alive(record)]
-        rows = [Line(self._summary(len(records), len(alive)), "head")]
+        found, self._cards = self._looked.look(self.names), self._gpus.read()
+        alive = sum(one.is_alive for one in found)
+        rows = [Line(self._summary(len(found), alive), "head")]
         rows += [Line(_gpu_line(gpu), "gpu") for gpu in self._cards]
         rows.append(Line("", "head"))
-        if not records:
+        if not found:
             return [*rows, Line(f"no runs in {self.runs} yet; start one: train launch digits", "head")]
         heading = ["NAME", "STATE", "STEP", "LOSS", "SAMPLES/S", "WAIT", "LEFT"]
-        body = [_line_of(Run(self.runs / record["name"]), record) for record in records]
+        body = [*map(_line_of, found)]
         shown = screen.table([heading, *body], columns, spare=(5, 6)).splitlines()
         rows.append(Line(shown[0], "head"))
-        for record, text in zip(records, shown[1:], strict=True):
-            rows.append(Line(text, record["state"]))
-            if run_status.is_at_work(record):
-                rows += [Line(rank, "rank") for rank in self._ranks(record)]
-            if _is_explained(record):
-                rows.append(Line(f"  {one_line(record['reason'])}", "rank"))
+        for one, text in zip(found, shown[1:], strict=True):
+            rows.append(Line(text, one.state))
+            if one.is_at_work:
+                rows += [Line(rank, "rank") for rank in self._ranks(one)]
+            if _is_explained(one):
+                rows.append(Line(f"  {one_line(one.reason)}", "rank"))
         if len(rows) > lines:
             left_out = len(rows) - lines + 1
             rows = [*rows[: lines - 1], Line(f"… {left_out} more lines; to see one run: train top NAME", "head")]
@@ -93,16 +90,14 @@ class Page:
             f"load {load:.1f} of {os.cpu_count()}  memory {memory.used / 2**30:.1f} of {memory.total / 2**30:.0f} GiB"
         )
 
-    def _ranks(self, record: Record) -> list[str]:
+    def _ranks(self, one: RunStatus) -> list[str]:
         """Return one line per rank of the current attempt: what it does, and what it uses."""
-        names = _gpus_of_ranks(record)
-        run, lines = Run(self.runs / record["name"]), []
-        unseen = programs.of_record(record).unseen
-        for place, rank in enumerate(run_status.ranks(run, record)):  # index on this machine
-            what = f"{run_status.doing([rank]):<10} step {rank.beat.step:<8}" if rank.beat else f"{unseen:<24}"
+        names, lines = _gpus_of_ranks(one), []
+        for place, rank in enumerate(one.ranks):  # index on this machine
+            what = f"{doing([rank]):<10} step {rank.beat.step:<8}" if rank.beat else f"{one.program.unseen:<24}"
             card = _named(names[place], self._cards) if place < len(names) else None
-            gpu = _use_by(rank, run, card) if card is not None and record.get("device") == "cuda" else ""
-            lines.append(f"  rank {rank.number:<3} {what} {self._taken(run_status.process(record, rank))}{gpu}")
+            gpu = _use_by(rank, one, card) if card is not None and one.record.get("device") == "cuda" else ""
+            lines.append(f"  rank {rank.number:<3} {what} {self._taken(one.process(rank))}{gpu}")
         return lines
 
     def _taken(self, found: Any) -> str:
@@ -121,18 +116,16 @@ class Page:
         return f"cpu {_NONE:>4}    mem {_NONE:>5}    "
 
 
-def _is_explained(record: Record) -> bool:
+def _is_explained(one: RunStatus) -> bool:
     """Whether to show the reason: why a run ended, or the state of a submitted run whose ranks are not visible."""
-    unseen = run_status.is_alive(record) and jobs.is_submitted(record) and not record["attempts"]
-    return bool(record.get("reason")) and (
-        unseen or record["state"] in (states.FAILED, states.INTERRUPTED, states.COPY)
-    )
+    unseen = one.is_alive and jobs.is_submitted(one.record) and not one.record["attempts"]
+    return bool(one.reason) and (unseen or one.state in (states.FAILED, states.INTERRUPTED, states.COPY))
 
 
-def _gpus_of_ranks(record: Record) -> list[str]:
+def _gpus_of_ranks(one: RunStatus) -> list[str]:
     """Return the number or UUID of the GPU of each rank on this machine."""
-    names = str(record.get("gpus") or "").replace(" ", "").split(",")
-    return list(filter(None, names)) or [str(n) for n in range(min(record["world_size"] or 1, run_status.MOST_RANKS))]
+    names = str(one.record.get("gpus") or "").replace(" ", "").split(",")
+    return list(filter(None, names)) or [str(n) for n in range(min(one.record["world_size"] or 1, MOST_RANKS))]
 
 
 def _named(name: str, cards: list[GpuState]) -> GpuState | None:
@@ -140,15 +133,12 @@ def _named(name: str, cards: list[GpuState]) -> GpuState | None:
     return next((card for card in cards if name == str(card.number) or card.uuid.startswith(name)), None)
 
 
-def _line_of(run: Run, record: Record) -> list[str]:
-    record = metrics.up_to_date(run, record)
-    now = run_status.progress(run, record)
-    left = (now.total - now.step) * now.step_time if now.total and now.step_time else -1.0
+def _line_of(one: RunStatus) -> list[str]:
+    left = one.seconds_left
     return [
-        one_line(record["name"]), record["state"], f"{now.step}/{now.total}" if now.total else str(now.step or _NONE),
-        figure(loss) if (loss := metrics.loss_of(record)) is not None else _NONE, _figure(now.samples_per_s, ".0f"),
-        f"{100 * now.waits:.0f} %" if now.waits is not None else _NONE,
-        str(datetime.timedelta(seconds=round(left))) if 0 <= left < _LARGE else _NONE,
+        one_line(one.name), one.state, one.done or _NONE, figure(one.loss) if one.loss is not None else _NONE,
+        _figure(one.measured("samples_per_s"), ".0f"), f"{100 * one.waits:.0f} %" if one.waits is not None else _NONE,
+        str(datetime.timedelta(seconds=round(left))) if left is not None and left < _LARGE else _NONE,
     ]  # fmt: skip
 
 
@@ -165,9 +155,9 @@ def _gpu_line(gpu: GpuState) -> str:
     return f"GPU {gpu.number}{_use(gpu)}  {degrees} C  {gpu.name}"
 
 
-def _use_by(rank: run_status.Rank, run: Run, gpu: GpuState) -> str:
+def _use_by(rank: Rank, one: RunStatus, gpu: GpuState) -> str:
     """Return the use of a rank's GPU and the rank's memory there, or the memory of all processes if unknown."""
-    pid = process_of(rank.beat.pid, run.folder / "lock", gpu.processes) if rank.beat else None
+    pid = process_of(rank.beat.pid, one.run.folder / "lock", gpu.processes) if rank.beat else None
     if pid is None:
         return _use(gpu) and f"{_use(gpu)} in all"
     return _use(dataclasses.replace(gpu, memory_used=gpu.processes[pid]))

@@ -17,7 +17,7 @@ from .world import World
 _ranks: dict[str, Any] = {"world": None, "problem": ""}
 """The ranks while a run trains, and why they cannot gather."""
 _IN_EVALUATION = (
-    "train.gather depends on the number of ranks, but figures of an evaluation must not; write in loss(): "
+    "train.gather depends on the number of ranks, but metrics of an evaluation must not; write in loss(): "
     "rows = train.gather(rows) if model.training else rows, or compare all samples in compute_metrics(predictions)"
 )
 

@@ -78,7 +78,7 @@ def _expression(text: str) -> re.Pattern[str]:
     if "step" not in names:
         raise Refused(f"--figures '{text}' has no group named step; give one, as in {example}")
     if not names - set(_WHOLE):
-        raise Refused(f"--figures '{text}' has no group for a figure; give one, as in {example}")
+        raise Refused(f"--figures '{text}' has no group for a metric; give one, as in {example}")
     return found
 
 

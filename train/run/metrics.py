@@ -305,11 +305,8 @@ def last_training(run: Run) -> Training | None:
         most *= 8  # only evaluations follow it
 
 
-def up_to_date(run: Run, record: Record) -> Record:
-    """Return a record with the step and figures of the last training line: run.json is updated only now and then."""
-    # a fork starts with lines of another run
-    trained = not record.get("forked_from") or any(attempt.get("ready") for attempt in record["attempts"])
-    line = last_training(run) if trained else None
+def up_to_date(record: Record, line: Training | None) -> Record:
+    """Return a record with the step and metrics of the last training line: run.json is updated only now and then."""
     if line is None:
         return record
     if "loss" in line:

@@ -3,11 +3,10 @@
 Imports no torch.
 """
 
-import contextlib
 import functools
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import UnionType
 from typing import Any, NotRequired, TypedDict, cast, get_args, get_origin, get_type_hints, is_typeddict
 
@@ -193,14 +192,6 @@ class Record(TypedDict):
     """Id of the submission, by which the engine's jobs of the run are found."""
     owner: NotRequired[str]
     """The owner, if that is another user. Only in the output of `train ls` and `train show`."""
-    config: NotRequired[dict[str, Any]]
-    """The fields of config.toml by their dotted names. Only in the output of `train ls`."""
-    best: NotRequired[dict[str, Any]]
-    """Maps a metric to its best value. Only in the output of `train ls`."""
-    restarts: NotRequired[int]
-    """Number of attempts that were started after another one had died. Only in the output of `ls` and `show`."""
-    seconds_lost: NotRequired[float | None]
-    """Seconds that deaths cost; None: unknown. Only in the output of `ls` and `show`."""
     refused: NotRequired[Any]
     """Set if this machine cannot join the other machines of the run."""
 
@@ -226,9 +217,9 @@ def shown(content: Mapping[str, Any], state: str, reason: str) -> Record:
     """Return the fields of a run.json of another format that can be shown: all of them are plain values."""
     record: dict[str, Any] = {"name": content["name"], "format": content.get("format"), "state": state}
     record |= {"reason": reason, "stopped_by": None, "attempts": [], "step": 0, "epoch": 0, "world_size": None}
+    hints = get_type_hints(Record)
     for name in _SHOWN & content.keys():
-        with contextlib.suppress(ValueError):
-            _check(name, content[name], _hints(Record)[name])
+        if not _problem_of(hints[name])(content[name]):
             record[name] = content[name]
     return cast(Record, record)
 
@@ -239,39 +230,58 @@ def checked(content: dict[str, Any]) -> Record:
     Raises:
         ValueError: a field is missing or of another type; the message names it.
     """
-    _check("", content, Record)
+    problem = _problem_of(Record)(content)
+    if problem:
+        raise ValueError(problem.removeprefix(".") if problem.startswith(".") else f"all of it{problem}")
     return cast(Record, content)
 
 
-_ALLOWED = {float: (int, float)}
-"""Types allowed for a declared type: JSON does not distinguish 1 from 1.0."""
-_hints = functools.cache(get_type_hints)
+_Problem = Callable[[Any], str]
+"""Returns what is wrong with a value, as in `.attempts.number is missing`; '' if nothing is."""
 
 
-def _check(where: str, value: Any, kind: Any) -> None:
-    """Raise ValueError if a value has another type. Not by pydantic, whose import would cost each command 0.1 s."""
+@functools.cache
+def _problem_of(kind: Any) -> _Problem:
+    """Return the check of a type. Not by pydantic, whose import would cost each command 0.1 s."""
     origin, arguments = get_origin(kind), get_args(kind)
     if is_typeddict(kind):
-        _check(where, value, dict)
-        for name in sorted(kind.__required_keys__ - value.keys()):
-            raise ValueError(f"{where}{name} is missing")
-        for name in _hints(kind).keys() & value.keys():
-            if value[name] is not None or name in kind.__required_keys__:  # an optional field may be null
-                _check(f"{where}{name}.", value[name], _hints(kind)[name])
-    elif origin is UnionType:
-        if value is not None:  # each union here is of one type and None
-            _check(where, value, arguments[0])
-    elif origin is list:
-        _check(where, value, list)
-        for inner in value:
-            _check(where, inner, arguments[0])
-    elif origin is dict:
-        _check(where, value, dict)
-        for inner in value.values():
-            _check(where, inner, arguments[1])
-    elif kind is not Any and (
-        isinstance(value, bool) != (kind is bool) or not isinstance(value, _ALLOWED.get(kind, kind))
-    ):
-        raise ValueError(f"{where.rstrip('.') or 'all of it'} is not of type {kind.__name__}")
-    elif isinstance(value, int) and abs(value) > _LARGEST:
-        raise ValueError(f"{where.rstrip('.')} is too large")
+        return _of_fields(kind)
+    if origin is UnionType:  # each union here is of one type and None
+        inner = _problem_of(arguments[0])
+        return lambda value: "" if value is None else inner(value)
+    if origin in (list, dict):
+        of_each, of_all = _problem_of(arguments[-1]), _of_type(origin)
+        return lambda value: (
+            of_all(value) or next(filter(None, map(of_each, value.values() if origin is dict else value)), "")
+        )
+    return _size if kind is Any else _of_type(kind)
+
+
+def _of_fields(kind: Any) -> _Problem:
+    """Return the check of a TypedDict. An optional field may be null."""
+    required, of_all = sorted(kind.__required_keys__), _of_type(dict)
+    fields = {name: _problem_of(hint) for name, hint in get_type_hints(kind).items()}
+
+    def problem(value: Any) -> str:
+        if found := of_all(value):
+            return found
+        for name in required:
+            if name not in value:
+                return f".{name} is missing"
+        for name, inner in value.items():
+            is_checked = name in fields and (inner is not None or name in kind.__required_keys__)
+            if is_checked and (found := fields[name](inner)):
+                return f".{name}{found}"
+        return ""
+
+    return problem
+
+
+def _of_type(kind: type) -> _Problem:
+    """Return the check of a type of JSON, which does not distinguish 1 from 1.0."""
+    allowed = (int, float) if kind is float else (kind,)
+    return lambda value: _size(value) if type(value) in allowed else f" is not of type {kind.__name__}"
+
+
+def _size(value: Any) -> str:
+    return " is too large" if type(value) is int and abs(value) > _LARGEST else ""

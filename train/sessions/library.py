@@ -89,7 +89,7 @@ class Library:
             self.session.adopt(model, optimizers, scaler)
 
     def add_line(self, figures: Mapping[str, Any], of: str = "") -> None:
-        """Append a line with these figures to metrics.jsonl; see Session."""
+        """Append a line with these metrics to metrics.jsonl; see Session."""
         self.session.add_line(figures, of=of, total_steps=self.total_steps)
 
     def trained(self) -> None:

@@ -127,7 +127,7 @@ class Session:
         self._digest = ""
         self._samples: Lines | None = None
         self.values: dict[str, Any] = {}
-        """Plain values that a checkpoint keeps (a best figure, a counter): numbers, texts, lists and dicts of them. Set
+        """Plain values that a checkpoint keeps (a best metric, a counter): numbers, texts, lists and dicts of them. Set
         them after `register`, which fills this from the checkpoint."""
         if place.is_first and seeds.have_drawn():
             log.warning(
@@ -257,7 +257,7 @@ class Session:
         """Yield the numbers of the epochs, from 0. After a resume they begin with the checkpoint's epoch.
 
         Args:
-            count: number of epochs; None: without end.
+            count: number of epochs; None: forever.
         """
         with self._looping(_EPOCHS, count):
             end = 0 if self._was_left else count
@@ -527,10 +527,10 @@ class Session:
         self._place.beat(heartbeat.EVALUATING, self._state.updates)
 
     def add_line(self, figures: Mapping[str, Any], *, of: str = "", total_steps: int | None = None) -> None:
-        """Append a line with these figures to metrics.jsonl.
+        """Append a line with these metrics to metrics.jsonl.
 
         Args:
-            of: "eval" for figures of an evaluation.
+            of: "eval" for metrics of an evaluation.
             total_steps: updates of the whole training, if known.
         """
         if not figures or not self._place.is_first:
@@ -655,14 +655,14 @@ class Session:
     # --- in the loop
 
     def log(self, **figures: Any) -> None:
-        """Append a line with these figures to metrics.jsonl, where `train ls`, `top`, `plot` and `report` find them.
+        """Append a line with these metrics to metrics.jsonl, where `train ls`, `top`, `plot` and `report` find them.
 
         Args:
             figures: numbers, or tensors of one value. `loss` and `lr` have their places in the views. Those of rank 0
                 count. A value that is not finite is written as null.
 
         Raises:
-            Refused: a figure is no number.
+            Refused: a metric is no number.
         """
         if not self._place.is_first:
             return
@@ -690,7 +690,7 @@ class Session:
             Refused: the value is no number, or there is none.
         """
         if self._write is not None:
-            raise Refused(f"session.mean() in the loop of {self._loop}: log the figure with the library")
+            raise Refused(f"session.mean() in the loop of {self._loop}: log the value with the library")
         return self._means.read(name) if value is None else self._means.add(name, value)
 
     def _total_steps(self) -> int | None:

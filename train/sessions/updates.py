@@ -125,7 +125,7 @@ class Updates:
             return changes
         if 0 <= first < self._batches:
             kind = type(optimizer).__name__
-            self._not_exact(f"{kind}: an optimizer that is not registered; a resume starts it anew, so register it")
+            self._not_exact(f"{kind}: an optimizer that is not registered; a resume starts it from zero; register it")
             self._others[optimizer] = self._batches + (1 << 62)
         return first >= 0
 

@@ -451,7 +451,7 @@ class Session(Script):
 
     unseen = "starting"
     lacks: ClassVar = {
-        "eval": "which evaluates by itself; see its figures: train show",
+        "eval": "which evaluates by itself; see its metrics: train show",
         "model": "whose model only its own code can build; take its weights: run.state_dict('model')",
     }
 

@@ -104,7 +104,7 @@ class ScriptFigures:
             except subprocess.TimeoutExpired:
                 self._reader.kill()
                 self._reader.wait()
-                remedy = "simplify the expression" if self._has_expression else "the last figures are missing"
+                remedy = "simplify the expression" if self._has_expression else "the last metrics are missing"
                 self._changes["figures_problem"] = f"--figures: it takes too long to read; {remedy}"
         self.look()
         if self._changes:

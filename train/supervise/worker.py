@@ -218,7 +218,7 @@ def _begin(title: str, files: list[int]) -> None:
     memory.lower_than_agent()
     os.set_inheritable(files[3], True)  # a process that the task starts keeps the run alive too
     if title:
-        with contextlib.suppress(ImportError):  # in a checkout that was not installed: docs/gpu.md
+        with contextlib.suppress(ImportError):  # in a checkout that was not installed: tests/gpu/README.md
             from setproctitle import setproctitle
 
             setproctitle(title)

@@ -21,7 +21,7 @@ def why_it_ends(losses: dict[str, float], step: int) -> str:
     name, loss = next((pair for pair in losses.items() if not math.isfinite(pair[1])), ("sum of losses", math.inf))
     if step == 1:  # no update was made yet
         return (
-            f"the {name} is {loss} at step 1, with the first weights, so the learning rate is not the cause; look at "
+            f"the {name} is {loss} at step 1, with the initial weights, so the learning rate is not the cause; look at "
             "the data of that step (--log.samples true), and at what model() and loss() compute from them"
         )
     return (

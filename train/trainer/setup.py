@@ -225,7 +225,7 @@ def _check_beginning(run: Run, spec: Spec) -> None:
         )
     if (run.folder / initial_weights.FILE).exists():
         raise TrainingFailed(
-            f"no checkpoint of {run.name} is whole; to start again with its first weights: train resume {run.name}"
+            f"no checkpoint of {run.name} is whole; to start again with its initial weights: train resume {run.name}"
         )
 
 

@@ -1,4 +1,4 @@
-"""A run in a notebook: its state, progress, last figures and a small curve. Redrawn in place while a cell waits.
+"""A run in a notebook: its state, progress, last metrics and a small curve. Redrawn in place while a cell waits.
 
 Imports no torch.
 """
@@ -12,10 +12,10 @@ from html import escape
 from typing import Any
 
 from ..format import duration, figure
+from ..monitor.status import RunStatus
 from ..run import metrics, states
 from ..run.record import Record
-from ..run.run_folder import Run, seconds_of
-from .listing import next_command
+from ..run.run_folder import Run
 
 _EVERY = 1.0
 """Seconds between two drawings."""
@@ -61,7 +61,7 @@ class Cell:
         from IPython.display import HTML, display
 
         self._drawn = time.monotonic()
-        drawn = HTML(html(self._run, metrics.up_to_date(self._run, record), self._lines))
+        drawn = HTML(html(RunStatus(self._run, record), self._lines))
         if self._handle is None:
             self._handle = display(drawn, display_id=True)
         else:
@@ -73,52 +73,38 @@ def line(text: str) -> str:
     return f'<div style="font-size: 13px">{escape(text)}</div>'
 
 
-def html(run: Run, record: Record, more: Iterable[str] = ()) -> str:
+def html(one: RunStatus, more: Iterable[str] = ()) -> str:
     """Return a run as HTML: nothing in it is a script, and all text is escaped.
 
     Args:
-        record: run.json with the effective state, up to date.
         more: lines to show below.
     """
-    state, step, total = record["state"], record["step"], record.get("total_steps")
+    state, step, total, left = one.state, one.step, one.total, one.seconds_left
     colour = _COLOURS.get(state, _OTHER_COLOUR)
-    parts = [f'<b>{escape(run.name)}</b> <span style="color: {colour}; font-weight: 600">{escape(state)}</span>']
+    parts = [f'<b>{escape(one.run.name)}</b> <span style="color: {colour}; font-weight: 600">{escape(state)}</span>']
     if total:
         parts.append(f"step {step} of {total}")
     elif step:
         parts.append(f"step {step}")
-    left = _left(record)
     parts += [f"{duration(left)} left"] if left is not None else []
-    lines = metrics.sampled(run)
-    parts += [escape(f"{name} {figure(value)}") for name, value in _figures(lines, record) if value is not None]
+    parts += [escape(f"{name} {figure(value)}") for name, value in _metrics(one) if value is not None]
     rows = [" &nbsp; ".join(parts)]
     if total:
         share = min(max(step / total, 0.0), 1.0)
         bar = f'<div style="width: {share:.2%}; height: 100%; background: {colour}"></div>'
         track = "height: 6px; max-width: 520px; background: rgba(128, 128, 128, 0.25); margin: 5px 0"
         rows.append(f'<div style="{track}">{bar}</div>')
-    rows.append(_curve(_losses(lines)))
-    small = [record.get("reason") or "", *more, next_command(record)]
+    rows.append(_curve(_losses(metrics.sampled(one.run))))
+    small = [one.reason, *more, one.next_command]
     rows += [f'<div style="opacity: 0.75; font-size: 12px">{escape(text)}</div>' for text in small if text]
     return f'<div style="font-size: 13px; line-height: 1.5">{"".join(row for row in rows if row)}</div>'
 
 
-def _figures(lines: list[metrics.Line], record: Record) -> list[tuple[str, float | None]]:
-    """Return the last loss of training, the figures of the last evaluation and those of a script, by name."""
-    last = next((line["eval"] for line in reversed(lines) if metrics.is_evaluation(line)), record.get("metrics") or {})
-    evaluated = [(f"eval {name}" if name == "loss" else name, value) for name, value in last.items()]
-    own = [(name, value) for name, value in (record.get("last_figures") or {}).items() if name != "loss"]
-    return [("loss", record.get("loss")), *evaluated[:8], *own[:8]]
-
-
-def _left(record: Record) -> float | None:
-    """Return the seconds until the last step at the speed of this attempt; None: unknown."""
-    attempt = record["attempts"][-1] if record["attempts"] else None
-    total, ready = record.get("total_steps"), seconds_of(attempt.get("ready")) if attempt is not None else None
-    if attempt is None or record["state"] != states.RUNNING or not total or ready is None:
-        return None
-    made = record["step"] - (attempt["from_step"] or 0)
-    return (time.time() - ready) / made * (total - record["step"]) if made > 0 else None
+def _metrics(one: RunStatus) -> list[tuple[str, float | None]]:
+    """Return the last loss of training, the metrics of the last evaluation and those of a script, by name."""
+    evaluated = [(f"eval {name}" if name == "loss" else name, value) for name, value in one.metrics.items()]
+    own = [(name, value) for name, value in (one.record.get("last_figures") or {}).items() if name != "loss"]
+    return [("loss", one.record.get("loss")), *evaluated[:8], *own[:8]]
 
 
 def _losses(lines: list[metrics.Line]) -> list[tuple[int, float]]:

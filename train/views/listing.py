@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -13,36 +12,28 @@ from .. import screen
 from ..errors import shortened
 from ..format import ago, duration, figure, figures
 from ..mirror import state as mirror
-from ..run import environment, metrics
+from ..monitor.status import RunStatus
+from ..run import environment
 from ..run.best import best, best_steps
 from ..run.record import Attempt, Record
 from ..run.run_folder import Run, seconds_of
-from ..run.spec import Spec, spec_of
-from ..run.states import (
-    CHECKING,
-    COPY,
-    CREATED,
-    FAILED,
-    FINISHED,
-    INTERRUPTED,
-    OTHER_FORMAT,
-    QUEUED,
-    RUNNING,
-    STOPPED,
-)
+from ..run.states import COPY, FAILED, INTERRUPTED, OTHER_FORMAT, RUNNING
 from ..supervise import programs
-from . import time_spent
 
 COLUMNS = ("name", "state", "step", "ranks", "started", "result")
 """Columns of `train ls` unless --columns names others."""
-_RATES = (*metrics.Speed.__annotations__, "lr", "grad_norm")
-"""Figures of a script that are no result."""
 BEST = "best."
 """Prefix of the columns with the best value of a metric."""
 LOSSES = ("restarts", "seconds_lost")
 """Columns that `train ls` adds if a run of the list was restarted."""
-_MOST_FIGURES = 4
-"""Maximum number of figures of a script that are shown as its result."""
+_OWN: Mapping[str, Callable[[RunStatus], Any]] = {
+    "name": lambda one: one.name, "state": lambda one: one.state, "owner": lambda one: one.owner or None,
+    "created": lambda one: one.record.get("created"), "started": lambda one: one.record.get("started"),
+    "step": lambda one: one.step if one.total else one.step or None, "ranks": lambda one: one.record.get("world_size"),
+    "args": lambda one: one.arguments or None, "restarts": lambda one: one.restarts,
+    "seconds_lost": lambda one: one.seconds_lost,
+}  # fmt: skip
+"""Maps columns that are no metric and no field to their values."""
 
 
 def _ago(stamp: Any) -> str:
@@ -63,73 +54,54 @@ def end_of(attempt: Attempt, state: str) -> str:
     return attempt.get("end") or ("running" if state == RUNNING else "killed together with its agent")
 
 
-def _figures(record: Record, text: Callable[[float], str] = figure) -> str:
-    if measured := record.get("metrics"):
-        return figures(measured | ({"loss": metrics.loss_of(record)} if "loss" in measured else {}), text)
-    shown = {"loss": record.get("loss"), **(record.get("last_figures") or {})}
-    names = [name for name in shown if name not in _RATES][:_MOST_FIGURES]
-    return figures({name: shown[name] for name in names}, text)
-
-
-def _done(record: Record) -> str:
-    return f"{record['step']}/{record['total_steps']}" if record.get("total_steps") else str(record["step"] or "-")
-
-
-def _place(record: Record) -> str:
+def _place(one: RunStatus) -> str:
     """Return the step and the epoch that a run has reached; '' if they are unknown."""
-    if not record.get("total_steps") and not record["step"]:
-        return ""
-    return _done(record) + (f"  epoch {record['epoch']}" if record["epoch"] else "")
+    return one.done + (f"  epoch {one.record['epoch']}" if one.done and one.record["epoch"] else "")
 
 
-def value(record: Record, name: str, text: Callable[[float], str] = figure) -> Any:
+def value(one: RunStatus, name: str, text: Callable[[float], str] = figure) -> Any:
     """Return a run's value of this name: a column, a metric of an evaluation or a config field; None if it has none.
 
     Args:
         text: formats the metrics of `result`.
     """
-    columns = {column: record.get(column) for column in ("name", "state", "created", "started")}
-    step = record["step"] if record.get("total_steps") else record["step"] or None
-    columns |= {"step": step, "ranks": record.get("world_size"), "args": _arguments(record) or None}
-    columns |= {"owner": record.get("owner"), "result": _figures(record, text) or None}
-    columns |= {"restarts": record.get("restarts"), "seconds_lost": record.get("seconds_lost")}
-    parts: tuple[Mapping[str, Any], ...] = (
-        columns, record.get("metrics") or {}, {"loss": record.get("loss")}, record.get("last_figures") or {},
-        record.get("config") or {}, {f"{BEST}{metric}": best for metric, best in (record.get("best") or {}).items()},
+    if name in _OWN:
+        return _OWN[name](one)
+    if name == "result":
+        return figures(one.result, text) or None
+    parts = (
+        lambda: one.metrics, lambda: {"loss": one.record.get("loss")}, lambda: one.record.get("last_figures") or {},
+        lambda: one.config, lambda: {f"{BEST}{metric}": best for metric, best in one.best.items()},
     )  # fmt: skip
-    return next((part[name] for part in parts if name in part), None)
+    return next((found[name] for part in parts if name in (found := part())), None)
 
 
-def _arguments(record: Record) -> str:
-    """Return the arguments of a script, as a shell takes them."""
-    return shlex.join(record.get("script_arguments") or ())
-
-
-def _cell(record: Record, column: str) -> str:
-    found = value(record, column)
+def _cell(one: RunStatus, column: str) -> str:
+    found = value(one, column)
     if column in ("created", "started"):
         return _ago(found)
     if column == "step":
-        return _done(record)
+        return one.done or "-"
     return "-" if found in (None, "") else f"{found:.6g}" if isinstance(found, float) else str(found)
 
 
-def listing(records: list[Record], *, runs: Path, is_part: bool = False, columns: Sequence[str] = COLUMNS) -> str:
+def listing(found: list[RunStatus], *, runs: Path, is_part: bool = False, columns: Sequence[str] = COLUMNS) -> str:
     """Return a table of these runs. `is_part`: whether other runs were filtered out."""
-    if not records and is_part:
+    if not found and is_part:
         return f"no run in {shortened(str(runs))} matches; to see all: train ls"
-    if not records:
+    if not found:
         return f"no runs in {shortened(str(runs))} yet; start one: train launch digits --follow"
     if columns == COLUMNS:
-        more = (LOSSES if any(record.get("restarts") for record in records) else ()), ("owner",)
-        columns = (*COLUMNS, *more[0], *(more[1] if any(record.get("owner") for record in records) else ()))
+        lost, owners = any(one.restarts for one in found), any(one.owner for one in found)
+        columns = (*COLUMNS, *(LOSSES if lost else ()), *(("owner",) if owners else ()))
     rows = [[column.upper() for column in columns]]
-    rows += [[screen.printable(_cell(record, column)) for column in columns] for record in records]
+    rows += [[screen.printable(_cell(one, column)) for column in columns] for one in found]
     return screen.table(rows, screen.width(sys.stdout), spare=(3, 4) if columns[: len(COLUMNS)] == COLUMNS else ())
 
 
-def facts(run: Run, record: Record, spec: Spec) -> list[tuple[str, Any]]:
+def facts(one: RunStatus) -> list[tuple[str, Any]]:
     """Return the facts about a run, each as a label and a value, which may be empty."""
+    run, record, spec, program = one.run, one.record, one.spec, one.program
     submitted: Any = record.get("submitted") or {}
     sent, found, top = record.get("wandb") or {}, best(run, spec.best_by), ""
     if found is not None:
@@ -137,14 +109,13 @@ def facts(run: Run, record: Record, spec: Spec) -> list[tuple[str, Any]]:
         next_best = "then " + ", ".join(f"step {step} ({figure(value)})" for step, value in others) if others else ""
         first = f"step {found.step}, {found.metric} {figure(found.value)}"
         top = "; ".join(filter(None, [first, next_best, found.warning]))
-    program = programs.of(spec)
     return [
-        ("owner", _owner(record)),
+        ("owner", _owner(one)),
         (program.name, program.source(spec)),
-        ("arguments", _arguments(record)),
+        ("arguments", one.arguments),
         ("on restart", program.on_restart(spec)),
-        ("step", _place(record)),
-        ("result", _figures(record)),
+        ("step", _place(one)),
+        ("result", figures(one.result)),
         ("figures", "; ".join(filter(None, ["  ".join(spec.figures), record.get("figures_problem")]))),
         ("weights", record.get("weights_sha256")),
         ("submitted", " in ".join(submitted[key] for key in ("engine", "at") if submitted.get(key))),
@@ -165,9 +136,9 @@ def facts(run: Run, record: Record, spec: Spec) -> list[tuple[str, Any]]:
     ]
 
 
-def _owner(record: Record) -> str:
+def _owner(one: RunStatus) -> str:
     """Return the owner of another user's run, and what that means; '' for a run of this user."""
-    return f"{record['owner']}; you can only read this run" if record.get("owner") else ""
+    return f"{one.owner}; you can only read this run" if one.owner else ""
 
 
 def _ancestry(fork: Mapping[str, Any] | None) -> Iterator[str]:
@@ -180,64 +151,28 @@ def _ancestry(fork: Mapping[str, Any] | None) -> Iterator[str]:
         child, fork = f"{fork['run']} from ", fork.get("forked_from")
 
 
-def next_command(record: Record) -> str:
-    """Return what a user can type next for a run in this state; '' if nothing.
-
-    Args:
-        record: run.json with the effective state.
-    """
-    if record.get("owner"):  # it belongs to another user
-        return ""
-    name, spec = shlex.quote(record["name"]), spec_of(record, {})
-    program = programs.of(spec)
-    watch = f"watch: train logs {name} --follow"
-    resume = f"train resume {name}" + (" on each machine" if record.get("cluster") else "")
-    again = "continue" if program.continues(spec) else "start again"
-    changed, more = (
-        program.new_code(spec, record["name"]),
-        program.train_more(record["name"], record.get("reason") or ""),
-    )
-    new_code = f"; with changed code: {changed}" if changed else ""
-    commands = {
-        CHECKING: f"end its launch: train stop {name}",
-        CREATED: watch,
-        QUEUED: watch,
-        RUNNING: f"{watch}; save and stop: train stop {name}",
-        STOPPED: f"{again}: {resume}",
-        INTERRUPTED: f"{again}: {resume}",
-        COPY: f"adopt and continue: {resume} (this executes the code in the run folder)",
-        OTHER_FORMAT: f"look: train logs {name}; remove: train rm {name}",
-        FAILED: f"look: train logs {name}; try again: {resume}{new_code}",
-        FINISHED: f"weights: train export {name} --to {name}.safetensors; train more: {more}" if more else "",
-    }
-    return commands.get(record["state"], "")
-
-
-def story(run: Run, record: Record, spec: Spec) -> str:
-    """Return what `train show` prints: state, reason, next command, facts, and how each attempt ended.
-
-    Args:
-        record: run.json with the effective state.
-    """
-    lines = [f"{screen.name(run.name)}: {with_reason(record['state'], record.get('reason'))}"]
+def story(one: RunStatus) -> str:
+    """Return what `train show` prints: state, reason, next command, facts, and how each attempt ended."""
+    run, record = one.run, one.record
+    lines = [f"{screen.name(run.name)}: {with_reason(one.state, one.reason)}"]
 
     def line(label: str, value: object) -> None:
         if value not in (None, "", {}, []):
             lines.append(f"  {label:<12} {value}")
 
-    line("next", next_command(record))
-    if record["state"] == OTHER_FORMAT:
-        line("owner", _owner(record))
+    line("next", one.next_command)
+    if one.state == OTHER_FORMAT:
+        line("owner", _owner(one))
         line("created", record.get("created"))
         line("folder", run.folder)
         return _wrapped(lines)
-    for label, value in facts(run, record, spec):
+    for label, value in facts(one):
         line(label, value)
     if (saved := environment.read(run.folder)) is not None and saved.withheld:
         line("not kept", f"secrets: {', '.join(saved.withheld)}")
     lines += _attempts(record)
-    if not programs.of(spec).reports_steps(record["attempts"]):
-        line("restarts", time_spent.restarts(record) or None)
+    line("restarts", one.restarts or None)
+    if not one.program.reports_steps(record["attempts"]):
         line("steps redone", "-")
         line("time lost", "-")
         return _wrapped(lines)
@@ -245,11 +180,9 @@ def story(run: Run, record: Record, spec: Spec) -> str:
     for reason in record.get("not_exact") or ():
         line("not exact", reason)
     line("skipped", _skipped(run, record.get("skipped") or {}))
-    account = time_spent.of_run(run, record)
-    line("restarts", time_spent.restarts(record) or None)
-    line("steps redone", account.redone)
-    if whole := account.parts["lost"]:
-        away, again = duration(whole - account.again), duration(account.again)
+    line("steps redone", one.account.redone)
+    if whole := one.account.parts["lost"]:
+        away, again = duration(whole - one.account.again), duration(one.account.again)
         line("time lost", f"{duration(whole)}: {away} until training continued, {again} for the redone steps")
     return _wrapped(lines)
 

@@ -192,7 +192,7 @@ def picture(runs: list[Run]) -> tuple[Any, list[str]]:
         drawn.append(curves.read(run))
     for curves, spec in zip(drawn, specs, strict=True):
         if not curves.panels:
-            raise Refused(f"{curves.name} has no figures to draw yet; {programs.of(spec).get_figures(curves.name)}")
+            raise Refused(f"{curves.name} has no metrics to draw yet; {programs.of(spec).get_figures(curves.name)}")
 
     from matplotlib import rc_context
 

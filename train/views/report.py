@@ -18,13 +18,11 @@ from typing import Any
 
 from .. import __version__, screen
 from ..format import duration
-from ..run import metrics
+from ..monitor import time_spent
+from ..monitor.status import RunStatus
 from ..run.durable import check_target, published, read_bytes
-from ..run.record import Record
 from ..run.run_folder import Run, now, seconds_of
-from ..run.spec import Spec, spec_of
-from ..supervise import programs
-from . import listing, settings, time_spent
+from . import listing, settings
 from .plot import MOST_MEASURES, TITLES, Curves, draw, measures
 
 SUFFIXES = (".html", ".htm")
@@ -36,21 +34,16 @@ _BAR = 24
 """Characters of the longest bar in the text."""
 
 
-def as_json(run: Run, record: Record) -> str:
-    """Return where the time went, for programs.
-
-    Args:
-        record: run.json with the effective state.
-    """
-    account = time_spent.of_run(run, record)
-    facts = {"name": run.name, "state": record["state"], **account.as_json()}
-    return json.dumps(facts | {"verdict": time_spent.verdict(account, record)}, indent=1)
+def as_json(one: RunStatus) -> str:
+    """Return where the time went, for programs."""
+    facts = {"name": one.run.name, "state": one.state, **one.account.as_json()}
+    return json.dumps(facts | {"verdict": time_spent.verdict(one.account, one.record)}, indent=1)
 
 
-def text(run: Run, record: Record) -> str:
-    """Return where the time went, as lines for a terminal; `record` as in `as_json`."""
-    account = time_spent.of_run(run, record)
-    lines = [f"{screen.name(run.name)}: {listing.with_reason(record['state'], record.get('reason'))}"]
+def text(one: RunStatus) -> str:
+    """Return where the time went, as lines for a terminal."""
+    account = one.account
+    lines = [f"{screen.name(one.run.name)}: {listing.with_reason(one.state, one.reason)}"]
     found = parts(account)
     whole = f"  {duration(account.whole)} from creation to end"
     lines.append(whole if found else "  no time was recorded")
@@ -62,33 +55,32 @@ def text(run: Run, record: Record) -> str:
         lines.append(f"  {part['name']:<{width}}  {spent:>12}  {100 * part['share']:5.1f} %  {bar}".rstrip())
     if account.redone:
         lines.append(f"  redone: {account.redone} steps, {duration(account.again)}")
-    lines += [f"  {line}" for line in (*time_spent.verdict(account, record), *account.notes)]
-    lines.append(f"  explanations and curves: train report {run.name} --to {run.name}.html")
+    lines += [f"  {line}" for line in (*time_spent.verdict(account, one.record), *account.notes)]
+    lines.append(f"  explanations and curves: train report {one.run.name} --to {one.run.name}.html")
     columns = screen.width(sys.stdout)
     return "\n".join(screen.wrapped(screen.printable(line), columns, indent=4) for line in lines)
 
 
-def write(run: Run, record: Record, target: Path) -> None:
-    """Write the page of a run; `record` as in `as_json`.
+def write(one: RunStatus, target: Path) -> None:
+    """Write the page of a run.
 
     Raises:
         Refused: the page cannot be written.
     """
     check_target(target, SUFFIXES)
-    page = html(run, record)
+    page = html(one)
     with published(target) as partial:
         partial.write_text(page, encoding="utf-8")
 
 
-def html(run: Run, record: Record) -> str:
-    """Return the page; `record` as in `as_json`."""
+def html(one: RunStatus) -> str:
+    """Return the page of a run."""
     from jinja2 import Environment
 
-    record, spec = metrics.up_to_date(run, record), spec_of(record, run.read_config())
+    run, record, spec, account, program = one.run, one.record, one.spec, one.account, one.program
     template = Path(__file__).with_name("report.html").read_text(encoding="utf-8")
     environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True, finalize=_printable)
     environment.filters |= {"duration": duration, "moment": _moment, "end_of": listing.end_of}
-    account, program = time_spent.of_run(run, record), programs.of(spec)
     content: dict[str, Any] = {
         "run": run.name,
         "record": record,
@@ -101,7 +93,7 @@ def html(run: Run, record: Record) -> str:
         "figures": drawn(run),
         "pictures": _pictures(run),
         "settings": settings.listed(spec),
-        "facts": _facts(run, record, spec),
+        "facts": _facts(one),
         "made": now(),
         "version": __version__,
     }
@@ -126,11 +118,12 @@ def parts(account: time_spent.TimeSpent) -> list[dict[str, Any]]:
     ]  # fmt: skip
 
 
-def _facts(run: Run, record: Record, spec: Spec) -> list[tuple[str, Any]]:
+def _facts(one: RunStatus) -> list[tuple[str, Any]]:
     """Return the rows of the table at the top. The template skips rows without a value."""
+    record = one.record
     hosts = dict.fromkeys(str(one["host"]) for one in (*record["attempts"], record) if one.get("host"))
     return [
-        *listing.facts(run, record, spec),
+        *listing.facts(one),
         ("machines", ", ".join(hosts) if len(hosts) > 1 else None),
         ("device", record.get("device")),
         ("samples", record.get("samples")),

@@ -401,7 +401,7 @@ def _take_standard_files(files: list[int]) -> None:
 def _name_process() -> None:
     """Name this process for process lists; forks set other names (worker.py)."""
     os.environ["SPT_NOENV"] = "1"  # do not overwrite the environment that /proc shows
-    with contextlib.suppress(ImportError):  # in a checkout that was not installed: docs/gpu.md
+    with contextlib.suppress(ImportError):  # in a checkout that was not installed: tests/gpu/README.md
         from setproctitle import setproctitle
 
         setproctitle("train-zygote")

@@ -129,7 +129,7 @@ def test_a_damaged_file_is_made_again_from_the_seed(copied: Run) -> None:
                     content[:-50] + bytes([content[-50] ^ 1]) + content[-49:], None):  # fmt: skip
         path.unlink() if damaged is None else path.write_bytes(damaged)
         _, warnings = prepare_resume(copied, {}, 1)
-        assert any(f"{name} was damaged, and was made again" in line for line in warnings)
+        assert any(f"{name} was damaged, and was computed again" in line for line in warnings)
         assert path.read_bytes() == content and manifests.newest_valid(copied)[0] == 10
 
 

@@ -28,6 +28,7 @@ from tests.waiting import eventually
 from train.gpus import Card, sees_host_ids
 from train.monitor import top
 from train.monitor.prometheus import FIGURES, Collector
+from train.monitor.status import RunStatus
 from train.run import folders, heartbeat, ownership, run_folder
 from train.run.record import FORMAT
 from train.run.run_folder import Run
@@ -273,7 +274,7 @@ def test_a_port_that_is_taken_is_named(station: Station) -> None:
 
 
 def test_every_figure_is_in_the_documentation() -> None:
-    text = (DEPLOY.parents[1] / "docs" / "observe.md").read_text()
+    text = (DEPLOY / "README.md").read_text()
     missing = [name for name in FIGURES if f"`{name}`" not in text]
     assert not missing
 
@@ -320,12 +321,13 @@ def test_a_run_that_only_waits_is_not_one_that_stands_still(
     record = RECORD | {"name": "waits", "state": changed["state"], "attempts": [attempt], "ended": None}
     at_work(tmp_path, "waits", 1, [0])
     collector = Collector(tmp_path, 5)
-    monkeypatch.setattr(collector._runs, "records", lambda names=None: [record])
+    one = RunStatus(Run(tmp_path / "waits"), record)  # type: ignore[arg-type]
+    monkeypatch.setattr(collector._runs, "look", lambda names=None: [one])
     told = {family.name for family in collector.collect() if any(family.samples)}
     of_an_attempt = {"train_run_last_progress_timestamp_seconds", "train_run_phase", "train_rank_step"}
     assert told & of_an_attempt == (of_an_attempt if is_told else set())
     page = top.Page(tmp_path)
-    monkeypatch.setattr(page._looked, "records", lambda names=None: [record])
+    monkeypatch.setattr(page._looked, "look", lambda names=None: [one])
     assert any("training" in row.text for row in page.rows(120, 100)) == is_told
 
 

@@ -111,7 +111,7 @@ def test_what_is_given_to_prometheus_is_well_formed(tools: Path) -> None:
 
 
 def test_every_alert_says_how_bad_it_is_and_what_to_do_and_is_in_the_documentation() -> None:
-    text = (DEPLOY.parents[1] / "docs" / "observe.md").read_text()
+    text = (DEPLOY / "README.md").read_text()
     for group in yaml.safe_load((DEPLOY / "alerts.yml").read_text())["groups"]:
         for rule in group["rules"]:
             assert rule["labels"]["severity"] in ("warning", "critical")

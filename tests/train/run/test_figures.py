@@ -23,7 +23,7 @@ NANOGPT = r"iter (?P<step>\d+): loss (?P<loss>\S+) time (?P<ms>\S+)ms"
     [
         (r"(?P<step>\d+", "is no regular expression: missing"),
         (r"loss (?P<loss>\S+)", "has no group named step"),
-        (r"(?P<step>\d+) of (?P<total_steps>\d+)", "has no group for a figure"),
+        (r"(?P<step>\d+) of (?P<total_steps>\d+)", "has no group for a metric"),
         ("", "has no group named step"),
         ("tensorboard:", r"give a file or folder, such as tensorboard:\{run\}/tb"),
     ],

@@ -9,6 +9,7 @@ from typing import cast
 
 import pytest
 
+from train.monitor.status import RunStatus
 from train.run import folders, metrics
 from train.run.metrics import Evaluation, Lines, Tail, Training, metrics_text
 from train.run.run_folder import Run
@@ -54,9 +55,9 @@ def test_the_last_training_line_is_found_behind_any_number_of_evaluations_and_is
     run.update(step=2, loss=0.9, forked_from={"run": "b", "step": 2}, attempts=[attempt])
     write(run, training(1), training(3, 5.65e-05), *(evaluation(step) for step in range(3, 2000)))
     assert metrics.last_training(run) == training(3, 5.65e-05)
-    assert metrics.up_to_date(run, run.read())["loss"] == 0.9, "of a fork that never trained the lines are another's"
+    assert RunStatus(run, run.read()).record["loss"] == 0.9, "of a fork that never trained the lines are another's"
     run.update(lambda record: record["attempts"][0].update(ready="2026-01-01T00:00:00+00:00"))
-    shown = metrics.up_to_date(run, run.read())
+    shown = RunStatus(run, run.read()).record
     assert (shown["step"], shown["loss"]) == (3, 5.65e-05)
 
 

@@ -12,6 +12,7 @@ import pytest
 
 from train.checkpoint import manifest
 from train.checkpoint.manifest import Unreadable
+from train.monitor.status import RunStatus
 from train.run import best, folders
 from train.run.run_folder import Run
 from train.run.spec import read_spec
@@ -46,7 +47,7 @@ def text(content: str) -> Callable[[Path], Any]:
 def test_a_configuration_that_is_none_hides_nothing_else(run: Run, put: Callable[[Path], Any]) -> None:
     (run.folder / "config.toml").unlink()
     put(run.folder / "config.toml")
-    assert "step 2, loss 0.5000" in story(run, run.read_effective(), read_spec(run))
+    assert "step 2, loss 0.5000" in story(RunStatus(run, run.read_effective()))
     facts = best.facts(run, read_spec(run).best_by)
     assert facts == {
         "checkpoints": [1, 2],
@@ -59,7 +60,7 @@ def test_a_configuration_that_is_none_hides_nothing_else(run: Run, put: Callable
 def test_a_figure_that_is_none_is_not_the_best(run: Run, figure: str) -> None:
     line = f'{{"step": 1, "epoch": 1, "eval": {{"loss": {figure}}}}}\n'
     run.metrics.write_text(line + run.metrics.read_text().splitlines(keepends=True)[1])
-    assert "step 2, loss 0.5000" in story(run, run.read_effective(), read_spec(run))
+    assert "step 2, loss 0.5000" in story(RunStatus(run, run.read_effective()))
 
 
 @pytest.mark.parametrize(

@@ -16,11 +16,11 @@ from typing import Any
 import pytest
 
 from train.errors import Refused
+from train.monitor.status import RunStatus
 from train.monitor.top import Page
 from train.run import folders, heartbeat, run_folder, states
 from train.run.record import FORMAT
 from train.run.run_folder import Run
-from train.run.spec import read_spec
 from train.views.listing import listing, story
 
 pytestmark = pytest.mark.never_forgiven
@@ -332,7 +332,7 @@ def test_a_process_that_stands_still_with_the_record_in_its_hands_keeps_no_note_
 
 def test_times_that_are_none_are_told_as_unknown(run: Run) -> None:
     damaged = run.read() | {"started": "yesterday"}
-    assert " ? " in listing([damaged], runs=run.folder.parent).splitlines()[1]
+    assert " ? " in listing([RunStatus(run, damaged)], runs=run.folder.parent).splitlines()[1]
 
 
 def test_a_record_is_read_also_where_memory_is_tight(run: Run) -> None:
@@ -388,7 +388,7 @@ def test_what_others_wrote_steers_no_terminal(run: Run) -> None:
     evil = "boom \x1b]0;owned\x07\x1b[2J\nstate: finished"
     (run.folder / "run.json").write_text(json.dumps(run.read() | {"state": "failed", "reason": evil, "task": evil}))
     page = "\n".join(row.text for row in Page(run.folder.parent).rows(120, 30))
-    for text in (story(run, run.read_effective(), read_spec(run)), page):
+    for text in (story(RunStatus(run, run.read_effective())), page):
         assert "boom" in text and "\x1b" not in text and "\x07" not in text
         assert not any(line.startswith("state: ") for line in text.splitlines())
 

@@ -236,7 +236,7 @@ def test_an_optimizer_made_anew_counts_and_is_named_once_it_lives_longer_than_a_
     for _ in range(3):
         body(anew)
     assert state.updates == 6 and state.is_clean
-    assert place.named == ["Adagrad: an optimizer that is not registered; a resume starts it anew, so register it"]
+    assert place.named == ["Adagrad: an optimizer that is not registered; a resume starts it from zero; register it"]
 
 
 def test_a_loop_whose_optimizer_nobody_knows_is_asked_for_it(tmp_path: Path, caplog: Any) -> None:

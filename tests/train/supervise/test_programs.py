@@ -10,7 +10,7 @@ import pytest
 
 from train.errors import Refused
 from train.launcher import resumable, stopping
-from train.monitor import run_status
+from train.monitor.status import RunStatus
 from train.run import folders, spec, states
 from train.run.run_folder import Run
 from train.supervise import programs
@@ -86,12 +86,12 @@ def test_another_program_needs_one_class(tmp_path: Path, monkeypatch: pytest.Mon
     run = made(tmp_path, sweep="sweep.toml")
     run.begin_attempt(1, programs.of_record(run.read()).first_step(0))
     run.end_attempt("stopped", "stopped (train stop)", state=states.STOPPED, stopped_by="user")
-    record = run.read()
-    shown = listing.story(run, record, spec.spec_of(record, {}))
+    record, found = run.read(), RunStatus(run, run.read())
+    shown = listing.story(found)
     assert "  sweep        sweep.toml\n" in shown and "steps redone -" in shown
-    assert "The run has written no figures; launch it with --figures" in report.html(run, record)
+    assert "The run has written no figures; launch it with --figures" in report.html(found)
     assert stopping.how_it_stands(record)[1].endswith("train resume a starts the runs that are left")
-    assert run_status.moved(record, []) is None
+    assert found.last_progress is None
     count = {"step": 0, "times": 2, "attempts": 1}
     assert "interrupted 1 time in a row" in resumable.why_given_up(record, count)
     with pytest.raises(Refused, match="a runs a sweep, which has no weights"):

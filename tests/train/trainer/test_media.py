@@ -17,6 +17,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from tests.tasks import TASKS
 from train.errors import TrainingFailed
+from train.monitor.status import RunStatus
 from train.tasks import load
 from train.trainer.media import encoded
 from train.views import report
@@ -51,7 +52,10 @@ def own(count):
         f"{one.rpartition('.')[0]}-step-0000000{step}.{one.rpartition('.')[2]}" for one in names for step in (2, 3)
     ]
     assert sorted(path.name for path in run.images.iterdir()) == sorted(files)
-    shown, page = EventAccumulator(str(run.folder / "tensorboard")).Reload(), report.html(run, run.read_effective())
+    shown, page = (
+        EventAccumulator(str(run.folder / "tensorboard")).Reload(),
+        report.html(RunStatus(run, run.read_effective())),
+    )
     for one in ("curve", "noise", "val.matrix", "test.matrix"):
         events = shown.Images(f"images/{one}")
         assert [event.step for event in events] == [2, 3]

@@ -71,7 +71,7 @@ def test_ten_in_a_row_end_the_run(engine: Any, tmp_path: Path) -> None:
 
 def test_in_the_first_step_the_rate_is_not_blamed(engine: Any) -> None:
     record = engine.run("nan-first", 2, task__poison=sample_of(1))
-    assert "the loss is inf at step 1, with the first weights" in record["reason"]
+    assert "the loss is inf at step 1, with the initial weights" in record["reason"]
     assert "optim.lr" not in record["reason"]
 
 

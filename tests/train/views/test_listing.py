@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from train.commands import parser
+from train.monitor.status import next_command
 from train.run import states
-from train.views.listing import next_command
 
 TASK = {"task_source": "/home/me/a task.py"}
 SCRIPT = {"script": "train.py"}

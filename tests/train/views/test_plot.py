@@ -112,7 +112,7 @@ def test_a_run_without_metrics_is_refused_by_name(tmp_path: Path) -> None:
         made(tmp_path / "runs", "full"),
         folders.create(tmp_path / "runs", "fresh", files={}, record={"world_size": 1}),
     ]
-    with pytest.raises(Refused, match="fresh has no figures"):
+    with pytest.raises(Refused, match="fresh has no metrics"):
         plot(runs, tmp_path / "a.png")
     assert not (tmp_path / "a.png").exists()
 
@@ -198,17 +198,18 @@ def test_of_a_script_that_went_back_the_last_values_are_drawn_and_only_what_was_
     drawn = (tmp_path / "a.svg").read_text()
     assert "accuracy" in drawn and "learning rate" not in drawn and "samples / s" not in drawn
     run.metrics.write_text('{"step": 1}\n')
-    with pytest.raises(Refused, match="a has no figures to draw yet; launch it with --figures"):
+    with pytest.raises(Refused, match="a has no metrics to draw yet; launch it with --figures"):
         plot([run], tmp_path / "b.svg")
 
 
 PEAK = """
 import re, sys
 from pathlib import Path
+from train.monitor.status import RunStatus
 from train.views import report
 from train.run.run_folder import Run
 run = Run(Path(sys.argv[1]))
-report.write(run, run.read_effective(), Path(sys.argv[2]))
+report.write(RunStatus(run, run.read_effective()), Path(sys.argv[2]))
 # of its own memory: what getrusage says counts that of the process, too, which it was forked from
 print(int(re.search(r"VmHWM:\\s*(\\d+)", Path("/proc/self/status").read_text())[1]) // 1024)
 """

@@ -17,10 +17,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from train.monitor import time_spent
+from train.monitor.status import RunStatus
 from train.run import folders
 from train.run.record import Times
 from train.run.run_folder import Run
-from train.views import report, time_spent
+from train.views import report
 
 BEGIN = 1_700_000_000.0
 EVIL = "<script>document.title='owned'</script><img src=x onerror=\"document.title='owned'\">"
@@ -211,7 +213,7 @@ def made(folder: Path, name: str = "run", **record: Any) -> Run:
 
 
 def page_of(run: Run) -> str:
-    return report.html(run, run.read_effective())
+    return report.html(RunStatus(run, run.read_effective()))
 
 
 def evil(folder: Path) -> Run:
@@ -252,7 +254,7 @@ def test_the_page_escapes_everything_and_loads_nothing(tmp_path: Path) -> None:
 def test_words_in_another_encoding_are_written_as_they_can_be(tmp_path: Path) -> None:
     name = os.fsdecode("café".encode("latin-1"))  # of a folder on a disk from elsewhere
     run = made(tmp_path, script=f"/{name}/train.py", reason=name)
-    report.write(run, run.read_effective(), tmp_path / "page.html")
+    report.write(RunStatus(run, run.read_effective()), tmp_path / "page.html")
     assert "/caf\\udce9/train.py" in (tmp_path / "page.html").read_text(encoding="utf-8")
 
 

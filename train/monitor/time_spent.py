@@ -13,7 +13,7 @@ from typing import Any
 from ..run import heartbeat
 from ..run.record import Attempt, Record, Times
 from ..run.run_folder import Run, seconds_of
-from ..run.states import COPY, CREATED, FAILED, INTERRUPTED, QUEUED, RUNNING
+from ..run.states import COPY, CREATED, INTERRUPTED, QUEUED, RUNNING
 from ..supervise import programs
 
 PARTS = {
@@ -105,14 +105,6 @@ def of_run(run: Run, record: Record) -> TimeSpent:
 def restarts(record: Record) -> int:
     """Return how many attempts were started after another one had died. The death of an agent is not recorded."""
     return sum(attempt["end"] in (None, "died") for attempt in record["attempts"][:-1])
-
-
-def note_losses(run: Run, record: Record) -> None:
-    """Add to a record how often the run was restarted and the seconds that its deaths cost, for `ls` and `show`."""
-    record["restarts"], record["seconds_lost"] = restarts(record), None
-    if programs.of_record(record).reports_steps(record["attempts"]):
-        is_whole = record["restarts"] or record["state"] in (INTERRUPTED, COPY, FAILED)
-        record["seconds_lost"] = round(of_run(run, record).parts["lost"], 3) if is_whole else 0.0
 
 
 def time_spent(record: Record, now: float, seen: float, saved: int) -> TimeSpent:

@@ -1,0 +1,494 @@
+"""How runs stand: one look at a run folder, from which every view takes what it shows. Imports no torch.
+
+The run itself is not asked, so that looking costs training nothing, and runs that died are found, too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import os
+import re
+import shlex
+import socket
+import threading
+import time
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from ..cluster import jobs
+from ..cluster.engine import JobStatus, engine
+from ..errors import Refused
+from ..run import best, folders, heartbeat, metrics, states
+from ..run.heartbeat import Beat
+from ..run.record import Record
+from ..run.run_folder import Run, seconds_of
+from ..run.spec import Spec, spec_of
+from ..supervise import programs
+from ..supervise.programs import Program
+from . import time_spent
+
+ALIVE = (states.CREATED, states.QUEUED, states.RUNNING)
+_ENDED = (states.STOPPED, states.FAILED, states.FINISHED)
+_BEAT = re.compile(r"rank(\d{1,6})\.beat")
+_RATES = (*metrics.Speed.__annotations__, "lr", "grad_norm")
+"""Metrics of a script that are no result."""
+_MOST_METRICS = 4
+"""Maximum number of metrics of a script that are shown as its result."""
+ASK_EVERY = 15.0
+"""Seconds between an answer of an engine and the next query."""
+_STARTED_BY = 60.0
+"""Seconds after the start of an attempt in which the agent starts its ranks."""
+MOST_RANKS = 1024
+"""Maximum number of ranks of a run on one machine. A damaged run.json may contain any number."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Rank:
+    """A rank of the current attempt on this machine."""
+
+    number: int
+    beat: Beat | None
+    """The last sign of life; None: there was none yet."""
+    beaten: float
+    """Time of the last sign of life, in seconds since the epoch; 0.0: never."""
+    pid: int | None = None
+    """Id of the process, as the agent has recorded it; None: unknown."""
+
+
+class RunStatus:
+    """How a run stands, as one look has found it.
+
+    Facts for which other files must be read are read when they are first asked for.
+    """
+
+    def __init__(self, run: Run, record: Record) -> None:
+        """
+        Args:
+            record: run.json with the effective state, as cluster/jobs.py returns it.
+        """
+        self.run, self._known = run, record
+        self.best: Mapping[str, float] = {}
+        """Maps a metric to its best value; {} until `find_best` is called, because that compares runs."""
+
+    @functools.cached_property
+    def line(self) -> metrics.Training | None:
+        """The last training line of metrics.jsonl; None: there is none yet."""
+        # a fork starts with lines of another run
+        known = not self._known.get("forked_from") or any(attempt.get("ready") for attempt in self._known["attempts"])
+        return metrics.last_training(self.run) if known and self.state != states.OTHER_FORMAT else None
+
+    @functools.cached_property
+    def record(self) -> Record:
+        """run.json with the effective state, and with the step, epoch and metrics of the last training line."""
+        return metrics.up_to_date(self._known, self.line)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return run.json with the current facts, and what deaths have cost."""
+        if self.state == states.OTHER_FORMAT:
+            return {**self.record}
+        return {**self.record, "restarts": self.restarts, "seconds_lost": self.seconds_lost}
+
+    # --- what it is
+
+    @property
+    def name(self) -> str:
+        return self._known["name"]
+
+    @property
+    def owner(self) -> str:
+        """The owner, if that is another user; else ''."""
+        return self._known.get("owner") or ""
+
+    @functools.cached_property
+    def spec(self) -> Spec:
+        return spec_of(self.record, {} if self.state == states.OTHER_FORMAT else self.run.read_config())
+
+    @property
+    def config(self) -> Mapping[str, Any]:
+        """The fields of config.toml that have an effect, by their dotted names."""
+        return self.spec.used_config
+
+    @property
+    def program(self) -> Program:
+        return programs.of_record(self.record)
+
+    @property
+    def arguments(self) -> str:
+        """The arguments of a script, as a shell takes them."""
+        return shlex.join(self.record.get("script_arguments") or ())
+
+    # --- its state
+
+    @property
+    def state(self) -> str:
+        """The effective state; see states.ALL."""
+        return self._known["state"]
+
+    @property
+    def reason(self) -> str:
+        """Why it is in this state, as a line; '' if there is nothing to say."""
+        return self._known.get("reason") or ""
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the run has not ended, or is about to start."""
+        return self.state in ALIVE
+
+    @property
+    def is_at_work(self) -> bool:
+        """Whether an attempt runs. If not, the signs of life of the last attempt are old.
+
+        No attempt runs while an engine has the run queued again, while its nodes gather, or while it is being resumed.
+        """
+        attempts = self.record["attempts"]
+        return self.state == states.RUNNING and bool(attempts) and attempts[-1]["end"] is None
+
+    @property
+    def last_change(self) -> float:
+        """When it ended or started, in seconds since the epoch; of a killed run when its record was last written."""
+        if self.state in (states.INTERRUPTED, states.COPY):
+            with contextlib.suppress(OSError):
+                return (self.run.folder / "run.json").stat().st_mtime
+        return seconds_of(self._known.get("ended") or self._known.get("started")) or 0.0
+
+    @property
+    def next_command(self) -> str:
+        """What a user can type next; '' if nothing."""
+        return next_command(self.record)
+
+    # --- its progress
+
+    @functools.cached_property
+    def step(self) -> int:
+        """The last step made by any rank, counted from 1."""
+        logs = self._logs if self.is_alive else None
+        return max(self.record["step"], heartbeat.reached(logs)) if logs else self.record["step"]
+
+    @property
+    def total(self) -> int | None:
+        """The step after which the run ends; None: unknown."""
+        return self.record.get("total_steps")
+
+    @property
+    def done(self) -> str:
+        """The step and the last step, as text; '' if the steps are unknown."""
+        return f"{self.step}/{self.total}" if self.total else str(self.step or "")
+
+    @property
+    def loss(self) -> float | None:
+        """The loss of the last training line; of an ended run that of the last evaluation, if there was one."""
+        return metrics.loss_of(self.record)
+
+    @functools.cached_property
+    def metrics(self) -> Mapping[str, float | None]:
+        """The metrics of the last evaluation."""
+        line = None if self.record.get("metrics") else metrics.last_evaluation(self.run)
+        return line["eval"] if line is not None else self.record.get("metrics") or {}
+
+    @property
+    def result(self) -> Mapping[str, float | None]:
+        """The metrics of the last evaluation of this attempt; without one the loss and what a script has written."""
+        if measured := self.record.get("metrics"):
+            return measured | ({"loss": self.loss} if "loss" in measured else {})
+        shown = {"loss": self.record.get("loss"), **(self.record.get("last_figures") or {})}
+        return {name: shown[name] for name in [name for name in shown if name not in _RATES][:_MOST_METRICS]}
+
+    def measured(self, name: str) -> float | None:
+        """Return a number of the last training line, such as lr or samples_per_s; None: unknown, or the run ended."""
+        found: Any = self.line.get(name) if self.line is not None and self.is_alive else None
+        return found
+
+    @property
+    def step_time(self) -> float | None:
+        """Seconds of a step; None: unknown, or the run has ended."""
+        known = self.measured("step_time")
+        return self.record.get("step_time") if known is None and self.is_alive else known
+
+    @property
+    def waits(self) -> float | None:
+        """Share of a step in which rank 0 waited for data, from 0 to 1; None: unknown, or the run has ended."""
+        waited, step_time = self.measured("data_wait"), self.step_time
+        return min(waited / step_time, 1.0) if waited is not None and step_time else None
+
+    @property
+    def seconds_left(self) -> float | None:
+        """Seconds until the last step, at the mean speed of this attempt; None: unknown, or no attempt runs."""
+        if not self.is_at_work or not self.total:
+            return None
+        attempt = self.record["attempts"][-1]
+        ready, made = seconds_of(attempt.get("ready")), self.step - (attempt["from_step"] or 0)
+        each = (time.time() - ready) / made if ready is not None and made > 0 else self.step_time
+        return None if each is None else max(each * (self.total - self.step), 0.0)
+
+    @property
+    def saved(self) -> tuple[int, float] | None:
+        """The step of the newest checkpoint, and when it was written, in seconds since the epoch."""
+        for step in self.run.steps_saved():
+            with contextlib.suppress(OSError):
+                return step, self.run.checkpoint(step).stat().st_mtime
+        return None
+
+    # --- what it went through
+
+    @property
+    def restarts(self) -> int:
+        """How many attempts were started after another one had died."""
+        return time_spent.restarts(self._known)
+
+    @functools.cached_property
+    def account(self) -> time_spent.TimeSpent:
+        """Where its time went."""
+        return time_spent.of_run(self.run, self.record)
+
+    @property
+    def seconds_lost(self) -> float | None:
+        """Seconds that deaths cost; None: unknown."""
+        if not self.program.reports_steps(self.record["attempts"]):
+            return None
+        has_died = self.restarts or self.state in (states.INTERRUPTED, states.COPY, states.FAILED)
+        return round(self.account.parts["lost"], 3) if has_died else 0.0
+
+    @property
+    def deaths(self) -> int:
+        """How many attempts died. The death of a killed agent is recorded only when the next attempt starts."""
+        ends = [attempt["end"] for attempt in self.record["attempts"]]
+        unsaid = self.state in (states.INTERRUPTED, states.COPY) and ends[-1:] == [None]
+        return ends.count("died") + unsaid
+
+    # --- its ranks
+
+    @property
+    def _logs(self) -> Path | None:
+        """The folder with the logs of the last attempt; None if there was no attempt."""
+        attempts = self.record["attempts"]
+        return self.run.logs(attempts[-1]["number"]) if attempts else None
+
+    @functools.cached_property
+    def ranks(self) -> list[Rank]:
+        """The ranks of the current attempt, including those without a sign of life yet.
+
+        Of a run on several machines, those with a sign of life here: which others belong here is not recorded.
+        """
+        logs = self._logs
+        if logs is None:
+            return []
+        expected = 0 if self.record.get("cluster") else min(self.record["world_size"] or 1, MOST_RANKS)
+        numbers = set(range(expected))
+        with contextlib.suppress(OSError):
+            numbers |= {int(match[1]) for path in logs.iterdir() if (match := _BEAT.fullmatch(path.name))}
+        found, pids = [], (self.record.get("pids") or {}).get("ranks")
+        started = pids if expected and isinstance(pids, list) else []
+        for rank in sorted(numbers)[:MOST_RANKS]:
+            path = logs / f"rank{rank}.beat"
+            beat, beaten = heartbeat.read(path), 0.0
+            if beat is not None:
+                with contextlib.suppress(OSError):
+                    beaten = path.stat().st_mtime
+            pid = started[rank] if rank < len(started) and isinstance(started[rank], int) else None
+            found.append(Rank(rank, beat, beaten, beat.pid if beat is not None else pid))
+        return found
+
+    @property
+    def last_progress(self) -> float | None:
+        """When a run at work last showed progress, in seconds since the epoch; None: its steps are unknown.
+
+        The latest sign of any rank counts: a rank that has done its part waits for the others without a sign.
+        """
+        attempts = self.record["attempts"]
+        if not attempts or not self.program.reports_steps(attempts):
+            return None
+        last = max((rank.beaten for rank in self.ranks), default=0.0)
+        return max(last, seconds_of(attempts[-1]["started"]) or 0.0) or None
+
+    def process(self, rank: Rank) -> Any:
+        """Return psutil's view of a rank; None if it is not visible: on another machine, or outside this container."""
+        import psutil
+
+        if rank.pid is None or self.record.get("host") != socket.gethostname():
+            return None
+        started = self.record["attempts"][-1]["started"] if self.record["attempts"] else None
+        seen = rank.beaten or (seconds_of(started) or 0.0) + _STARTED_BY
+        with contextlib.suppress(psutil.Error, ValueError, OverflowError):
+            found = psutil.Process(rank.pid)
+            if found.create_time() <= seen + 1:  # otherwise the rank is dead, and another process has its number
+                return found
+        return None
+
+
+def doing(ranks: Iterable[Rank]) -> str:
+    """Return what ranks do, one of heartbeat.NAMES, as shown by the rank that is furthest behind."""
+    beats = [rank.beat for rank in ranks if rank.beat is not None]
+    behind = min(beats, key=lambda beat: (beat.step, beat.count), default=None)
+    phase = behind.phase if behind is not None else heartbeat.STARTING
+    return heartbeat.NAMES[phase if 0 <= phase < len(heartbeat.NAMES) else heartbeat.STARTING]
+
+
+def find_best(found: Iterable[RunStatus], texts: Iterable[str] = ()) -> None:
+    """Find the best value of each metric of runs that are compared.
+
+    Args:
+        texts: min:METRIC and max:METRIC to find, too.
+    """
+    found, texts = [*found], [*texts]
+    configs = [one.config for one in found]
+    for one in found:
+        one.best = best.bests(one.run, bool(one.record.get("script")), [one.config, *configs], texts=texts)
+
+
+def look(run: Run, tell: jobs.Tell) -> RunStatus:
+    """Return how a run stands, by its folder and its engine.
+
+    Raises:
+        Refused: the record cannot be read.
+    """
+    return RunStatus(run, jobs.status(run, tell))
+
+
+def look_at(runs: Iterable[Run], tell: jobs.Tell) -> list[RunStatus]:
+    """Return how runs stand.
+
+    Args:
+        tell: called with a line for each engine that does not answer and each record that cannot be read.
+    """
+    return [RunStatus(run, record) for run, record in jobs.statuses(runs, tell)]
+
+
+def next_command(record: Record) -> str:
+    """Return what a user can type next for a run in this state; '' if nothing.
+
+    Args:
+        record: run.json with the effective state.
+    """
+    if record.get("owner"):  # it belongs to another user
+        return ""
+    name, spec = shlex.quote(record["name"]), spec_of(record, {})
+    program = programs.of(spec)
+    watch = f"watch: train logs {name} --follow"
+    resume = f"train resume {name}" + (" on each machine" if record.get("cluster") else "")
+    again = "continue" if program.continues(spec) else "start again"
+    changed, more = (
+        program.new_code(spec, record["name"]),
+        program.train_more(record["name"], record.get("reason") or ""),
+    )
+    new_code = f"; with changed code: {changed}" if changed else ""
+    commands = {
+        states.CHECKING: f"end its launch: train stop {name}",
+        states.CREATED: watch,
+        states.QUEUED: watch,
+        states.RUNNING: f"{watch}; save and stop: train stop {name}",
+        states.STOPPED: f"{again}: {resume}",
+        states.INTERRUPTED: f"{again}: {resume}",
+        states.COPY: f"adopt and continue: {resume} (this executes the code in the run folder)",
+        states.OTHER_FORMAT: f"look: train logs {name}; remove: train rm {name}",
+        states.FAILED: f"look: train logs {name}; try again: {resume}{new_code}",
+        states.FINISHED: f"weights: train export {name} --to {name}.safetensors; train more: {more}" if more else "",
+    }
+    return commands.get(record["state"], "")
+
+
+@dataclasses.dataclass
+class _EngineStatus:
+    """The last answer of a cluster's engine about its jobs. The engine is asked in the background."""
+
+    name: str
+    at: str | None
+    jobs: Mapping[str, JobStatus] | None = None
+    """The last answer; None: none yet."""
+    asked: float = 0.0
+    """Time of the query behind the last answer, in seconds since the epoch."""
+    due: float = 0.0
+    thread: threading.Thread | None = None
+
+    def ask_if_due(self) -> None:
+        if (self.thread is None or not self.thread.is_alive()) and time.monotonic() >= self.due:
+            self.thread = threading.Thread(target=self._ask, daemon=True, name=f"ask-{self.name}")
+            self.thread.start()
+
+    def _ask(self) -> None:
+        begun = time.time()
+        try:
+            self.jobs, self.asked = engine(self.name).jobs(self.at), begun
+        except Refused:  # keep the last answer
+            pass
+        finally:
+            self.due = time.monotonic() + ASK_EVERY
+
+
+class Engines:
+    """The engines of the submitted runs in a folder. Returns their last answer without waiting for a cluster."""
+
+    def __init__(self) -> None:
+        self._places: dict[tuple[str, str | None], _EngineStatus] = {}
+
+    def seen(self, record: Record, changed: float) -> Record:
+        """Return a record with its effective state, as far as known.
+
+        Args:
+            record: the record in the run folder.
+            changed: time of its last change, in seconds since the epoch. Older answers are ignored.
+        """
+        if not jobs.is_submitted(record) or record["state"] in (states.FINISHED, states.FAILED):
+            return record
+        name, at = record["submitted"]["engine"], record["submitted"].get("at")
+        place = self._places.setdefault((name, at), _EngineStatus(name, at))
+        place.ask_if_due()
+        return jobs.with_job_status(record, place.jobs if place.asked > changed else None)
+
+    def wait(self, seconds: float) -> None:
+        """Wait until the queried engines have answered, at most so many seconds."""
+        until = time.monotonic() + seconds
+        for place in self._places.values():
+            if place.thread is not None:
+                place.thread.join(max(until - time.monotonic(), 0.0))
+
+
+class Runs:
+    """Reads a folder of runs repeatedly. Skips records that cannot have changed."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.damaged = 0
+        """Number of run folders that could not be read the last time."""
+        self._known: dict[str, tuple[tuple[int, ...], RunStatus]] = {}
+        self.engines = Engines()
+
+    def look(self, names: list[str] | None = None) -> list[RunStatus]:
+        """Return how they stand: live runs first, then those that ended last.
+
+        Args:
+            names: only these runs.
+
+        Raises:
+            OSError: the folder exists and cannot be read.
+        """
+        found, self.damaged = dict[str, RunStatus](), 0
+        with contextlib.suppress(FileNotFoundError):  # before the first run
+            os.scandir(self.folder).close()
+        for run in folders.every(self.folder):
+            if names and run.name not in names:
+                continue
+            try:
+                found[run.name] = self._status(run)
+            except Exception:  # a run that is being removed or is damaged (train ls says so) must not hide the others
+                self.damaged += run.folder.exists()
+        self._known = {name: known for name, known in self._known.items() if name in found}
+        newest_first = sorted(found.values(), key=lambda one: one.last_change, reverse=True)
+        return sorted(newest_first, key=lambda one: not one.is_alive)  # stable
+
+    def _status(self, run: Run) -> RunStatus:
+        """Return how a run stands. Raises Refused if its record cannot be read or has an unknown state."""
+        file = (run.folder / "run.json").stat()
+        mark = (file.st_mtime_ns, file.st_ino, file.st_size)
+        before, known = self._known.get(run.name, (None, None))
+        if known is not None and before == mark:
+            return known
+        record = self.engines.seen(jobs.seen(run), file.st_mtime)
+        if record["state"] not in states.ALL:
+            raise Refused(f"an unknown state: {record['state']}")
+        found = RunStatus(run, record)
+        if record["state"] in _ENDED and not jobs.is_submitted(record):  # other states can change without this file
+            self._known[run.name] = mark, found
+        return found
