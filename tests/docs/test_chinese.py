@@ -9,7 +9,7 @@ import pytest
 from tests.docs import languages, pages
 from tests.docs.pages import ROOT
 
-BEGINNERS = ("quickstart", "tasks", "scripts", "station", "troubleshooting", "without-docker")
+BEGINNERS = ("quickstart", "tasks", "scripts", "sessions", "station", "troubleshooting", "without-docker")
 
 
 @pytest.mark.parametrize("path", pages.chinese(), ids=lambda path: str(path.relative_to(ROOT)))
