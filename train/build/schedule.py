@@ -12,8 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..config import Config
-from ..config.schema import ENDING
+from ..config import Config, decays
 from ..errors import Refused, TrainingFailed
 from ..parallel.torch_private import version_of
 from ..run.best import aim_of, improvements
@@ -22,9 +21,6 @@ from .objects import refusing
 
 Past = Mapping[str, Any]
 """An evaluation: its step, its epoch and its figures, by name. A figure that was not finite is None."""
-_ONE_CYCLE = (0.3, 1 / 25, 1e-4)
-"""Numbers of torch's OneCycleLR: the share of the steps in which the rate rises, the first factor, and the last factor
-over the first."""
 
 
 def rate_scale(config: Config) -> float:
@@ -38,30 +34,15 @@ def rate_scale(config: Config) -> float:
 def rate_factor(config: Config, step: int, steps_per_epoch: int, total_steps: int, drops: int = 0) -> float:
     """Return the factor of the peak learning rate in this step (counted from 0), after this many drops of plateau.
 
-    The warm-up rises linearly and reaches 1 with its last step. Linear and cosine decay (Loshchilov and Hutter, "SGDR",
-    2017) and that of wsd (Hu et al., "MiniCPM", 2024) would reach min_factor at total_steps, so every step has a
-    positive rate.
+    The warm-up rises linearly and reaches 1 with its last step. Decays that end would reach min_factor at total_steps,
+    so every step has a positive rate.
     """
-    schedule, least = config.schedule, config.schedule.min_factor
-    if schedule.decay == "onecycle":
-        return max(_one_cycle(step, total_steps), least)
-    warmup = _warmup(config, steps_per_epoch, total_steps)
+    decay = decays.of(config.schedule.decay)
+    warmup = 0 if decay.rises_by_itself else _warmup(config, steps_per_epoch, total_steps)
     if step < warmup:
         return (step + 1) / warmup
-    match schedule.decay:
-        case "cosine":
-            factor = 0.5 * (1 + math.cos(math.pi * (step - warmup) / max(total_steps - warmup, 1)))
-            return least + (1 - least) * factor
-        case "linear":
-            return least + (1 - least) * (total_steps - step) / max(total_steps - warmup, 1)
-        case "wsd":
-            falls = min(max(round(schedule.decay_share * total_steps), 1), max(total_steps - warmup, 1))
-            return least + (1 - least) * min((total_steps - step) / falls, 1.0)
-        case "step":
-            return max(schedule.gamma ** math.floor(step / (schedule.step_epochs * steps_per_epoch) + 1e-9), least)
-        case "plateau":
-            return max(schedule.gamma**drops, least)
-    return 1.0
+    place = decays.Place(step, warmup, total_steps, steps_per_epoch, drops)
+    return max(decay.curve(config.schedule, place), config.schedule.min_factor)
 
 
 def _warmup(config: Config, steps_per_epoch: int, total_steps: int) -> int:
@@ -84,17 +65,6 @@ def plateau_drops(config: Config, history: Sequence[Past], since: int) -> int:
         if waited == config.schedule.patience:
             drops, waited = drops + 1, 0
     return drops
-
-
-def _one_cycle(step: int, total_steps: int) -> float:
-    """Smith and Topin, "Super-Convergence", 2018, as torch's OneCycleLR with cosines: up from 1/25, then down."""
-    share, first, last = _ONE_CYCLE
-    peak = share * total_steps - 1
-    if step <= peak:
-        begin, end, passed = first, 1.0, step / peak
-    else:
-        begin, end, passed = 1.0, first * last, (step - peak) / (total_steps - 1 - peak)
-    return end + (begin - end) / 2 * (1 + math.cos(math.pi * passed))
 
 
 class Planned(NamedTuple):
@@ -130,7 +100,9 @@ def takes_history(function: Callable[..., Any]) -> bool:
 
 def follows_evaluations(task: Task, config: Config) -> bool:
     """Whether the learning rate depends on the evaluations of a run."""
-    return config.schedule.decay == "plateau" if task.schedule is None else takes_history(task.schedule)
+    if task.schedule is not None:
+        return takes_history(task.schedule)
+    return decays.of(config.schedule.decay).follows_evaluations
 
 
 def factors(task: Task, planned: Planned, history: Sequence[Past] = ()) -> Callable[[int], float]:
@@ -142,10 +114,10 @@ def factors(task: Task, planned: Planned, history: Sequence[Past] = ()) -> Calla
     """
     config, per_epoch, start = planned.config, planned.steps_per_epoch, planned.start
     if task.schedule is None:
-        decay, drops = config.schedule.decay, 0
-        last = planned.end - 1 if decay in ENDING else math.inf
-        total = (planned.end if decay in ENDING else planned.total_steps) - start
-        if decay == "plateau":
+        decay, drops = decays.of(config.schedule.decay), 0
+        last = planned.end - 1 if decay.is_stretched else math.inf
+        total = (planned.end if decay.is_stretched else planned.total_steps) - start
+        if decay.follows_evaluations:
             drops = plateau_drops(config, history, start + _warmup(config, per_epoch, total))
         return lambda step: rate_factor(config, int(max(min(step, last) - start, 0)), per_epoch, total, drops)
     own, has_history = task.schedule, takes_history(task.schedule)
@@ -172,17 +144,18 @@ def check(task: Task, planned: Planned) -> None:
         Refused: fields exclude each other, or the task's own schedule() fails in the first step.
     """
     schedule = planned.config.schedule
-    if schedule.decay == "onecycle" and schedule.warmup_epochs:
+    name, decay = schedule.decay, decays.of(schedule.decay)
+    if decay.rises_by_itself and schedule.warmup_epochs:
         raise Refused(
-            "--schedule.decay onecycle rises by itself, over 30 % of the steps; leave out --schedule.warmup_epochs"
+            f"--schedule.decay {name} rises by itself, over 30 % of the steps; leave out --schedule.warmup_epochs"
         )
-    if task.schedule is None and schedule.decay == "plateau":
+    if task.schedule is None and decay.follows_evaluations:
         if not schedule.metric:
-            raise Refused("--schedule.decay plateau needs a metric; give --schedule.metric, such as max:accuracy")
+            raise Refused(f"--schedule.decay {name} needs a metric; give --schedule.metric, such as max:accuracy")
         if schedule.gamma == 1:
             raise Refused("--schedule.gamma 1 makes no drop; give less than 1")
     if schedule.start_epoch:
-        if task.schedule is None and schedule.decay == "constant" and not schedule.warmup_epochs:
+        if task.schedule is None and name == decays.CONSTANT and not schedule.warmup_epochs:
             raise Refused("--schedule.start_epoch has no effect on a constant learning rate; leave it out, or give 0")
         if planned.start >= min(planned.end, planned.total_steps):
             end = min(planned.end, planned.total_steps) / planned.steps_per_epoch

@@ -14,7 +14,7 @@ from pydantic import BeforeValidator, ConfigDict, Field, ValidationError, WrapVa
 from pydantic.dataclasses import dataclass
 from pydantic_core import PydanticCustomError
 
-from . import strategies
+from . import decays, strategies
 
 # the validators are built once, at first use: most processes of a run only read names and types
 _STRICT = ConfigDict(extra="forbid", allow_inf_nan=False, defer_build=True)
@@ -64,8 +64,10 @@ Argument = Annotated[bool | float | list[float] | None, WrapValidator(_as_argume
 
 if TYPE_CHECKING:
     StrategyName = str
+    DecayName = str
 else:
     StrategyName = Literal[strategies.names()]
+    DecayName = Literal[decays.names()]
 
 ON_RESUME = "may change on resume"
 """Marks a field that a resume may change: it does not affect what is computed, or only when training ends."""
@@ -96,15 +98,11 @@ class Optim:
     all layers. docs/tasks.md says what a layer is. Source: Clark et al., ELECTRA, 2020."""
 
 
-ENDING = ("cosine", "linear", "wsd", "onecycle")
-"""Decays that are stretched over the run, and so depend on where it ends."""
-
-
 @dataclass(config=_STRICT)
 class Schedule:
     warmup_epochs: Epochs = 0.0
     """Epochs in which the learning rate rises linearly from near 0 to its peak. Fractions are allowed."""
-    decay: Literal["constant", "linear", "cosine", "step", "wsd", "onecycle", "plateau"] = "cosine"
+    decay: DecayName = "cosine"
     """Learning rate after the warm-up. constant: it stays. linear, cosine: it falls to min_factor. step: it is
     multiplied by gamma every step_epochs. wsd: it stays, then falls linearly to min_factor in the last decay_share of
     the steps (Hu et al., MiniCPM, 2024). onecycle: it rises from 1/25 in 30 % of the steps, then falls (Smith and

@@ -19,7 +19,7 @@ from .. import doing, gpus
 from ..build import cores, initial_weights, objects, sampling, schedule
 from ..build.objects import make_objects
 from ..build.updates import read_updates
-from ..config import Config, strategies
+from ..config import Config, decays, strategies
 from ..data import fingerprint, probe, threads
 from ..data.fetch import EVALUATION, TRAINING, is_indexed_at_once
 from ..data.progress import set_total
@@ -157,7 +157,7 @@ def overfitted(task: Task, config: Config, typed: Collection[str]) -> tuple[Task
     keeps = f"--overfit {config.overfit} keeps the learning rate constant"
     if task.schedule is not None:
         warnings.append(f"{keeps}, so schedule() in {task.file} is not called")
-    for name, value in {"decay": "constant", "warmup_epochs": 0.0}.items():
+    for name, value in {"decay": decays.CONSTANT, "warmup_epochs": 0.0}.items():
         field, set_to = f"schedule.{name}", getattr(schedule, name)
         if field in typed or set_to == value:
             continue
@@ -362,7 +362,7 @@ def check_ranks(config: Config, local: int, nodes: range) -> None:
 def metrics_of(config: Config) -> list[str]:
     """Return the fields in use that name a metric of the evaluations."""
     flat = configuration.to_flat(config)
-    has_use = {"schedule.metric": config.schedule.decay == "plateau"}
+    has_use = {"schedule.metric": decays.of(config.schedule.decay).follows_evaluations}
     return [field for field in _METRICS if flat[field] and has_use.get(field, True)]
 
 

@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from .. import config as configuration
-from ..config import Config, strategies
-from ..config.schema import ENDING
+from ..config import Config, decays, strategies
 from ..errors import Refused
 from ..tasks import Task
 from .task_source import Source, of_task
@@ -42,13 +41,7 @@ _NEEDS: dict[str, tuple[str, tuple[Any, ...]]] = {
     "checkpoint.keep_best": ("checkpoint.best", ()),
     "early_stopping.patience": ("early_stopping.metric", ()),
     "early_stopping.min_delta": ("early_stopping.metric", ()),
-    "schedule.min_factor": ("schedule.decay", ("cosine", "linear", "step", "wsd", "onecycle", "plateau")),
-    "schedule.decay_share": ("schedule.decay", ("wsd",)),
-    "schedule.step_epochs": ("schedule.decay", ("step",)),
-    "schedule.gamma": ("schedule.decay", ("step", "plateau")),
-    "schedule.total_epochs": ("schedule.decay", ENDING),
-    "schedule.metric": ("schedule.decay", ("plateau",)),
-    "schedule.patience": ("schedule.decay", ("plateau",)),
+    **{f"schedule.{field}": ("schedule.decay", decays.with_field(field)) for field in decays.fields()},
     "schedule.base_batch_size": ("schedule.scaling", ("linear",)),
     **{
         f"parallel.{field}": ("parallel.strategy", strategies.with_field(field))

@@ -95,7 +95,7 @@ def test_a_cycle_that_starts_late_warms_up_and_decays_from_there() -> None:
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        ({"decay": "constant", "total_epochs": 2}, "total_epochs 2 has no effect without --schedule.decay cosine or"),
+        ({"decay": "constant", "total_epochs": 2}, "total_epochs 2 has no effect without --schedule.decay linear or"),
         ({"decay": "constant", "start_epoch": 1, "warmup_epochs": None}, "no effect on a constant learning rate"),
         ({"start_epoch": 9}, "--schedule.start_epoch 9: give less than the end, epoch 2.5"),
         ({"start_epoch": 1.5, "total_epochs": 1}, "--schedule.start_epoch 1.5: give less than the end, epoch 1"),
