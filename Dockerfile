@@ -150,6 +150,7 @@ ENV PATH=/usr/local/cuda/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/
 
 ARG VERSION=unknown
 ARG REVISION=unknown
+ENV TRAINSTATION_VERSION="${VERSION} (${REVISION})"
 LABEL org.opencontainers.image.title="trainstation" \
       org.opencontainers.image.description="A GPU training station: PyTorch 2.7, CUDA 12.1, JupyterLab, ssh" \
       org.opencontainers.image.version="${VERSION}" \

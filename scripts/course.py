@@ -43,6 +43,7 @@ _ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 _LINK = re.compile(r"\]\(([^)\s]+)\)")
 _CODE = re.compile(r"`[^`\n]+`")
 _BLOCK = re.compile(r"^ *```\w*\n(.*?)^ *```", re.MULTILINE | re.DOTALL)
+_DRAWING = re.compile(r"^( *```text\n)(.*?)(?=^ *```)", re.MULTILINE | re.DOTALL)
 
 
 def notebooks(language: str = "") -> list[Path]:
@@ -239,11 +240,21 @@ def differences(chinese: Path, english: Path) -> Iterator[str]:
                 yield f"{where}: {what} differ: {only[0]} and {only[1]}" if any(only) else f"{where}: {what} differ"
 
 
+def _fenced(text: str) -> list[str]:
+    """Return the fenced blocks of a text: code without comments, and of a drawing what no translation changes."""
+    text = _DRAWING.sub(lambda m: m[1] + "\n".join(_names(line) for line in m[2].splitlines()) + "\n", text)
+    return list(map(without_comments, _BLOCK.findall(text)))
+
+
+def _names(line: str) -> str:
+    return " ".join(re.findall(r"[A-Z][A-Z_]+(?![a-z])|\d+|[+|-]{2,}", line))
+
+
 SHAPES: dict[str, Any] = {
     "headings": lambda text: [len(mark) for mark in re.findall(r"^(#+) ", text, re.MULTILINE)],
     "rows of tables": lambda text: [line.count("|") for line in text.splitlines() if line.startswith("|")],
     "links": lambda text: sorted(_LINK.findall(text)),
-    "fenced blocks": lambda text: list(map(without_comments, _BLOCK.findall(text))),
+    "fenced blocks": _fenced,
     "code": lambda text: sorted(set(_CODE.findall(_BLOCK.sub("", text)))),
 }
 """What two languages of a text have in common."""

@@ -5,7 +5,7 @@
 #
 # The run is in tmux and continues when this terminal is closed. Outside the station the environment of `make setup` is
 # used. With --torchrun as the first argument, torchrun itself starts the ranks, each a `train run`, in a separate tmux
-# session (docs/scripts.md explains the differences).
+# session (docs/coming-from.md explains the differences).
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 

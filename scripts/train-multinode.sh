@@ -12,7 +12,7 @@
 #     --nproc N      ranks on this machine (one a GPU, or 2 without a GPU)
 #     --min M        nodes may leave and join; at least M continue
 #     --rank R       this machine's place in the list, if its addresses do not tell
-#     --torchrun     torchrun itself starts the ranks (docs/scripts.md); all hosts must see the same --runs
+#     --torchrun     torchrun itself starts the ranks (docs/coming-from.md); all hosts must see the same --runs
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 

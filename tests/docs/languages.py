@@ -13,11 +13,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from tests.docs.pages import ROOT, Block, Page, Span, commands, read
+from tests.docs.pages import LINK, ROOT, Block, Page, Span, commands, read
 
 CHINESE = ROOT / "docs" / "zh"
 README = ROOT / "README.zh-CN.md"
+TERMS = CHINESE / "terms.md"
+"""The table of terms, which has no English page. It alone says which words the others may not use."""
 _COMMENT = re.compile(r"(^|\s+)#.*$")
+IN_ENGLISH = "\uff08\u82f1\u6587\uff09"
+_IN_ENGLISH = r"[\uff08\uff0c]\u82f1\u6587\uff09"
+_EXPLAINED = re.compile(r"\s*[(\uff08][*A-Za-z -]+[)\uff09]")
 _NUMBER = re.compile(r"\d[\d,.]*\d|\d")
 
 
@@ -56,7 +61,8 @@ def differences(chinese: Page, english: Page) -> Iterator[str]:
         for what, shown, expected in (
             ("code", {one.text for one in _in(chinese.codes, (heading.line, end))},
              {one.text for one in _in(english.codes, part)}),
-            ("links", {_english(chinese, one.text) for one in _in(chinese.links, (heading.line, end))},
+            ("links", {_english(chinese, one.text) for one in _in(chinese.links, (heading.line, end))
+                       if ROOT / _target(chinese, one.text)[0] != TERMS},
              {_target(english, one.text) for one in _in(english.links, part)}),
             ("numbers", _numbers(_in(chinese.prose, (heading.line, end))), _numbers(_in(english.prose, part))),
         ):  # fmt: skip
@@ -135,3 +141,43 @@ def _english(page: Page, link: str) -> Any:
     if target.suffix == ".md" and chinese_of(target).exists():
         return f"{link} (there is a Chinese page)"
     return name, anchor
+
+
+def unwanted(terms: Page) -> dict[str, list[str]]:
+    """Map each word that the table of terms forbids to the words that its row gives instead."""
+    found = {}
+    for row in terms.rows:
+        cells = [cell.strip() for cell in row.text.strip().strip("|").split("|")]
+        if len(cells) == 4:
+            found |= {one: re.split(r"[\u3001\uff0c]", cells[1]) for one in re.findall(r"`([^`]+)`", cells[3])}
+    return found
+
+
+def wrong_words(text: str, words: dict[str, list[str]]) -> Iterator[str]:
+    """Yield the forbidden words of a Chinese text without code. English in brackets explains a term, and is allowed."""
+    text = _EXPLAINED.sub("", re.sub(r"\]\([^)]*\)", "]", text))
+    for word, instead in words.items():
+        rest = text
+        for right in instead:
+            if word in right:
+                rest = rest.replace(right, "")
+        if re.search(rf"(?<![\w./-]){word}(?![\w/-]|\.\w)" if word.isascii() else word, rest, re.ASCII | re.IGNORECASE):
+            yield f"{word}; write {instead[0]} ({TERMS.name})"
+
+
+def unmarked(chinese: Page) -> Iterator[str]:
+    """Yield the links of a Chinese page to English pages that do not say so right behind the link."""
+    for one in chinese.prose:
+        for found in LINK.finditer(one.text):
+            target = ROOT / _target(chinese, found[1])[0]
+            is_ours = target.suffix == ".md" and not re.match(r"\w+:", found[1])
+            if not is_ours or target == README or "zh" in target.parts or found[0].startswith("[English]"):
+                continue
+            if not re.match(_IN_ENGLISH, one.text[found.end() :]):
+                yield chinese.fault(one.line, f"{found[1]} is English; write {IN_ENGLISH} after the link")
+
+
+def switches(page: Page, other: Path) -> bool:
+    """Whether the first lines of a page, below its title, link the same page in the other language."""
+    first = [one for one in page.links if one.line <= 3]
+    return any(_target(page, one.text)[0] == other.relative_to(ROOT).as_posix() for one in first)

@@ -19,7 +19,7 @@ _FENCE = re.compile(r"( *)(`{3,}|~{3,})\s*(\S*)\s*$")
 _HEADING = re.compile(r"(#{1,6})\s+(.+?)\s*#*$")
 _COMMENT = re.compile(r"\s*<!--\s*(.*?)\s*-->\s*$")
 _CODE = re.compile(r"(?<!`)(`+)(?!`)(.+?)(?<!`)\1(?!`)", re.DOTALL)
-_LINK = re.compile(r"\[(?:[^\[\]]|\[[^\[\]]*\])*\]\(\s*<?([^)\s>]+)>?(?:\s+\"[^\"]*\")?\s*\)")
+LINK = re.compile(r"\[(?:[^\[\]]|\[[^\[\]]*\])*\]\(\s*<?([^)\s>]+)>?(?:\s+\"[^\"]*\")?\s*\)")
 _ITEM = re.compile(r"( *)([-*+]|\d+[.)]) +")
 _EXIT_CODE = re.compile(r"#\s*exit code (\d+)\s*$")
 _NAME = re.compile(r"#\s*(\S+\.py)\s*$")
@@ -203,7 +203,7 @@ def _read_prose(page: Page, start: int, text: str) -> None:
     page.prose.append(Span(start + 1, plain))
     if "`" in plain:
         page.faults.append(page.fault(start + 1, "a ` without its partner; close the inline code"))
-    for found in _LINK.finditer(plain):
+    for found in LINK.finditer(plain):
         page.links.append(Span(start + 1 + plain.count("\n", 0, found.start()), found[1]))
 
 

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from conftest import Station
+from conftest import Station, Terminal
 from playwright.sync_api import Browser, Page, expect, sync_playwright
 
 from tests.waiting import eventually
@@ -80,6 +80,9 @@ def test_a_station_in_chinese(make_station: Callable[..., Station], page: Page, 
     page.screenshot(path=kept / "welcome-zh.png")
     page.goto(f"{mine.url}/lab/tree/README.zh-CN.md")  # the image's other settings hold, too
     expect(page.locator(".jp-MarkdownViewer h1").first).to_be_visible()
+    words = mine.ssh_words
+    with Terminal(words[0], "-tt", *words[1:], cwd=mine.folder, env=mine.env) as terminal:
+        terminal.wait_for("projects/course/zh/")  # the greeting
     mine.make("down")
 
 

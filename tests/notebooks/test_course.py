@@ -17,7 +17,8 @@ from train import __version__
 
 EXERCISES = "\n".join(f"{n}. Do it.\n<details><summary>Solution</summary>\nDone.\n</details>\n" for n in (1, 2, 3))
 TEXTS = [
-    "# 2. A title\n\nWhy `this`?\n\n| a | b |\n|---|---|\n| 1 | 2 |\n\n```python\nx = 1  # one\n```\n[page](https://a.example)",
+    "# 2. A title\n\nWhy `this`?\n\n| a | b |\n|---|---|\n| 1 | 2 |\n\n```python\nx = 1  # one\n```\n[page](https://a.example)"
+    "\n\n```text\n+--- RANK 0: a process\n```",
     f"## Exercises\n\n{EXERCISES}\nNext: [two](02-two.ipynb)",
 ]
 CODE = "x = 1  # one\n\n# two\n!echo 'a # b'  # three\nif x:\n    %time x\nprint(f'{x} # {x}')"
@@ -89,7 +90,8 @@ def test_an_error_that_a_notebook_shows_is_allowed(english: Path) -> None:
 
 
 TRANSLATED = [
-    "# 2. 标题\n\n为什么 `this` 呢\uff1f\n\n| 甲 | 乙 |\n|---|---|\n| 1 | 2 |\n\n```python\nx = 1  # 一\n```\n[页](https://a.example)",
+    "# 2. 标题\n\n为什么 `this` 呢\uff1f\n\n| 甲 | 乙 |\n|---|---|\n| 1 | 2 |\n\n```python\nx = 1  # 一\n```\n[页](https://a.example)"
+    "\n\n```text\n+--- RANK 0: 一个进程\n```",
     TEXTS[1].replace("Exercises", "练习").replace("Solution", "参考答案"),
 ]
 TRANSLATED_CODE = CODE.replace("# one", "# 一").replace("# two", "# 二").replace("# three", "# 三")
@@ -105,6 +107,9 @@ DIFFERENCES = {
     "a column more": (change(0, "| 1 | 2 |", "| 1 | 2 | 3 |"), "rows of tables differ"),
     "another link": (change(0, "a.example", "b.example"), "links differ"),
     "another block": (change(0, "x = 1", "x = 2"), "fenced blocks differ"),
+    "another number in a drawing": (change(0, "RANK 0", "RANK 1"), "fenced blocks differ"),
+    "another name in a drawing": (change(0, "RANK 0", "NODE 0"), "fenced blocks differ"),
+    "a line less in a drawing": (change(0, "+--- RANK 0: 一个进程\n", ""), "fenced blocks differ"),
     "another word": (change(0, "`this`", "`that`"), "code differ: ['`that`'] and ['`this`']"),
 }
 

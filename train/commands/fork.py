@@ -76,7 +76,7 @@ def start(options: Namespace, runs: Path) -> str:
     launch = Fork(
         of.name, step, flags=options.flags, task=task, arguments=options.arguments, on_restart=options.on_restart,
         runs=str(runs), name=name, nproc=options.nproc or before, gpus=options.gpus, max_restarts=restarts,
-        keep_env=options.keep_env or [],
+        keep_env=options.keep_env or [], command_line=options.command_line,
     )  # fmt: skip
     warn(launch.start())
     code = f", with the code of {options.task}" if task else ""

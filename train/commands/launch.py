@@ -85,6 +85,7 @@ def launch_of(
     common: dict[str, Any] = {
         "runs": str(runs), "name": name, "nproc": options.nproc, "gpus": options.gpus,
         "max_restarts": number("max-restarts", options.max_restarts), "keep_env": options.keep_env or [],
+        "command_line": options.command_line,
     }  # fmt: skip
     if options.task is not None:
         return NewRun(**vars(request), cluster=cluster, **common)

@@ -39,6 +39,6 @@ def run(options: Namespace, runs: Path) -> int:
 
     new = NewRun(
         **vars(request),
-        runs=str(runs), name=options.name or "", nproc=str(spawn or 1),
+        runs=str(runs), name=options.name or "", nproc=str(spawn or 1), command_line=options.command_line,
     )  # fmt: skip
     return foreground.run(new, is_spawned=spawn is not None)

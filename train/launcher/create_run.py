@@ -55,6 +55,8 @@ def create(
     listening = _listen(launch.machines())
     restarts = program.default_restarts if launch.max_restarts is None else launch.max_restarts
     record = plan.record | _placement(launch, plan, launch.machines()) | {"max_restarts": restarts} | (fields or {})
+    if launch.command_line:  # a submitted run has that of its submission
+        record["command_line"] = launch.command_line
     saved = environment.keep(environ, imports.python_files(record), launch.keep_env)
     files = plan.files | {environment.FILE: environment.to_json(saved)}
     with doing.now("the copy of the checkpoint" if plan.copies else "the creation of its folder"):

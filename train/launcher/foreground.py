@@ -98,6 +98,7 @@ def _show_lost(run: Run, ranks: TaskRanks) -> None:
 def _create(new: NewRun, plan: Plan, record: dict[str, Any]) -> Run:
     runs = Path(new.runs)
     saved = environment.keep(os.environ, imports.python_files(record))
+    record = record | {"command_line": new.command_line}
     files = plan.files | {environment.FILE: environment.to_json(saved)}
     return folders.create(runs, new.name or folders.fresh_name(runs, Path(new.task).stem), files=files, record=record)
 

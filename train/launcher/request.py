@@ -105,6 +105,7 @@ class Launch(ABC):
         gpus: A number of GPUs, or their ids with a comma (`0,1` or `2,`). None: all that are visible.
         max_restarts: Maximum number of restarts in a row without progress. None: the program's default.
         keep_env: Names of more environment variables to keep for resumes.
+        command_line: The command as typed, without secrets; '' from a program, and of a resume.
         visible: CUDA_VISIBLE_DEVICES of the calling shell; None: not set, or the keeper resumes.
     """
 
@@ -114,6 +115,7 @@ class Launch(ABC):
     gpus: str | None = None
     max_restarts: int | None = None
     keep_env: list[str] = dataclasses.field(default_factory=list)
+    command_line: str = ""
     visible: str | None = None
 
     @abstractmethod

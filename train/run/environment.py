@@ -10,7 +10,10 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import os
+import pwd
 import re
+import shlex
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
@@ -110,6 +113,32 @@ def is_secret(name: str, value: str) -> bool:
     """Whether a variable is a secret, by its name (WANDB_API_KEY, but not TOKENIZERS_PARALLELISM), or contains one, by
     the shape of its value: an address with a password, for example."""
     return bool((_SECRET.match(name) and name not in _NO_SECRET) or _PASSWORD.search(value))
+
+
+def shown(words: Iterable[str]) -> str:
+    """Return a command line as a shell takes it, with `…` in place of secrets: values of flags that name one, and words
+    that contain one."""
+    found, flag = list[str](), ""
+    for word in words:
+        name, sign, value = word.partition("=") if word.startswith("-") else (flag, "", word)
+        is_flag = word.startswith("-") and not sign
+        hides = not is_flag and is_secret(name.lstrip("-").replace("-", "_").replace(".", "_").upper(), value)
+        found.append(shlex.quote(word) if not hides else f"{name}=…" if sign else "…")
+        flag = word if is_flag else ""
+    return " ".join(found)
+
+
+def user() -> str:
+    """Return the name of the user of this process, or the number if it has no name."""
+    try:
+        return pwd.getpwuid(os.geteuid()).pw_name
+    except KeyError:
+        return str(os.geteuid())
+
+
+def image() -> str | None:
+    """Return the version and commit of the image in which this process runs; None: it runs in no image of ours."""
+    return os.environ.get("TRAINSTATION_VERSION")
 
 
 def check_names(names: Iterable[str], environ: Mapping[str, str]) -> None:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import Refused, nearest, shortened
-from . import durable, ownership, wandb_run
+from . import durable, environment, ownership, wandb_run
 from .durable import sync, write_atomically
 from .record import FORMAT
 from .run_folder import Run, now
@@ -147,7 +147,7 @@ def create(
             "step": 0, "epoch": 0, "total_steps": None, "tmux_session": None, "pids": {},
             "host": socket.gethostname(), "versions": {}, "git_revision": None, "created": now(), "started": None,
             "ended": None, "weights_sha256": None, "metrics": {}, "stopped_by": None,
-            wandb_run.FIELD: wandb_run.new_id(),
+            "user": environment.user(), "image": environment.image(), wandb_run.FIELD: wandb_run.new_id(),
         }  # fmt: skip
         base |= record
         base |= ownership.sign(runs / name, base, staging)

@@ -106,6 +106,12 @@ class Record(TypedDict):
     reason: NotRequired[str]
     pids: NotRequired[dict[str, Any]]
     host: NotRequired[str]
+    user: NotRequired[str]
+    """The user that created the run."""
+    image: NotRequired[str | None]
+    """Version and commit of the image in which it was created; None: none of ours."""
+    command_line: NotRequired[str]
+    """The command that created it, with … in place of secrets."""
     device: NotRequired[str]
     created: NotRequired[str | None]
     started: NotRequired[str | None]

@@ -97,7 +97,12 @@ def _open(program: Mapping[str, Any], ranks: int) -> tuple[Run, Lock]:
         if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
             made = next((run for run in folders.every(runs) if _job_of(run) == job), None)
     if made is None:
-        record = {**program, "nproc": ranks, **({"torchelastic": job} if job else {})}
+        record = {
+            **program,
+            "nproc": ranks,
+            "command_line": environment.shown(["python", *sys.argv]),
+            **({"torchelastic": job} if job else {}),
+        }
         saved = environment.keep(os.environ, imports.python_files(record))
         files: dict[str, str | bytes] = {environment.FILE: environment.to_json(saved)}
         name = folders.fresh_name(runs, Path(program["script"]).stem)

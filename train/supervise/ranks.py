@@ -17,7 +17,7 @@ import sys
 import time
 import uuid
 from collections.abc import Callable, Mapping
-from importlib.util import find_spec
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -367,17 +367,13 @@ def flight_recorder(logs: Path) -> dict[str, str]:
     Uses the names that this torch knows, because newer releases warn about old names on each rank. A size that the user
     has set, under either name, stays.
     """
-    which = 0 if _SIZES[0] in _header() else 1
+    which = 0 if _knows_new_names() else 1
     values = {} if any(name in os.environ for name in _SIZES) else {_SIZES[which]: "2000"}
     values |= {_FILES[which]: str(logs / "nccl-trace-rank"), "TORCH_NCCL_DEBUG_INFO_PIPE_FILE": str(logs / "nccl-rank")}
     return {"TORCH_NCCL_DUMP_ON_TIMEOUT": os.environ.get("TORCH_NCCL_DUMP_ON_TIMEOUT", "1"), **values}
 
 
 @functools.cache
-def _header() -> str:
-    """Return torch's header that declares its flight recorder; '' if there is none."""
-    with contextlib.suppress(OSError):
-        for folder in getattr(find_spec("torch"), "submodule_search_locations", None) or ():
-            file = Path(folder) / "include/torch/csrc/distributed/c10d/FlightRecorder.hpp"
-            return file.read_text(encoding="utf-8")
-    return ""
+def _knows_new_names() -> bool:
+    """Whether this torch warns about the older names: from 2.9 on (pytorch/pytorch#152563)."""
+    return tuple(map(int, version("torch").split(".")[:2])) >= (2, 9)

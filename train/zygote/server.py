@@ -58,6 +58,8 @@ _ENDING = 2.0
 """Seconds that killed orphans get to vanish."""
 _TMUX = "tmux: server"
 """Name of a tmux server's process."""
+_FEED = "train.trainer.loggers.wandb"
+"""Module whose process sends curves to Weights & Biases: the last ones after the ranks have ended."""
 _failed: list[str] = []
 """Why torch could not be imported, for example because of a wrong value in a variable."""
 
@@ -286,7 +288,7 @@ class _Server:
     def _end_orphans(self) -> None:
         """Kill the processes that ended forks have left behind, in whatever group or session they are.
 
-        A tmux server stays: it holds the runs that a script has launched.
+        A tmux server stays: it holds the runs that a script has launched. So does the process that sends curves.
         """
         import psutil
 
@@ -295,7 +297,7 @@ class _Server:
             orphans = [one for one in psutil.Process().children() if one.pid not in self._forks]
             for one in orphans[:]:
                 with contextlib.suppress(psutil.Error):
-                    if one.name() == _TMUX:
+                    if one.name() == _TMUX or _FEED in one.cmdline():
                         orphans.remove(one)
                     else:
                         self._left |= {one.pid} if _is_at_work(one.pid) else set()

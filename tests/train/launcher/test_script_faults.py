@@ -206,6 +206,18 @@ def test_whatever_a_script_has_started_ends_with_it_except_a_tmux_server(station
         subprocess.run(["tmux", "-L", server, "kill-server"], check=True)
 
 
+def test_the_process_that_sends_curves_may_end_later(station: Station) -> None:
+    text = """
+import subprocess, sys
+command = [sys.executable, "-c", "import time; time.sleep(600)", "train.trainer.loggers.wandb"]
+print("started", subprocess.Popen(command, start_new_session=True).pid)
+"""
+    run(station, text)
+    feed = psutil.Process(int(station.logs("a").split("started ")[1].split()[0]))
+    assert feed.is_running() and feed.status() != psutil.STATUS_ZOMBIE
+    feed.kill()
+
+
 def test_a_script_that_ends_before_its_processes_is_told_so(station: Station) -> None:
     text = """
 import subprocess

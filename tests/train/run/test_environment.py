@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pwd
 import signal
 import stat
 import subprocess
@@ -207,3 +208,20 @@ def test_a_folder_without_it_is_resumed_as_before(tmp_path: Path) -> None:
     assert environment.resumed(None, {"A": "1"}, as_recorded=True) == ({"A": "1"}, [])
     (tmp_path / environment.FILE).write_text("[]")
     assert environment.read(tmp_path) is None
+
+
+def test_a_command_line_is_shown_without_secrets() -> None:
+    words = ["train", "launch", "--script", "a b.py", "--", "--api-key", "abc", "--lr", "0.1", "--hub.token=xyz"]
+    words += ["https://me:pass@host/x", "--optim.lr=3", "-v"]
+    assert environment.shown(words) == (
+        "train launch --script 'a b.py' -- --api-key … --lr 0.1 --hub.token=… … --optim.lr=3 -v"
+    )
+
+
+def test_a_run_knows_who_created_it_and_how(station: Station) -> None:
+    station.ok("run", "digits", "--name", "a", "--steps", "2", "--device", "cpu")
+    record = json.loads((station.runs / "a" / "run.json").read_text())
+    assert record["command_line"].startswith("train run digits --name a --steps 2 --device cpu")
+    assert record["user"] == pwd.getpwuid(os.geteuid()).pw_name and record["image"] is None
+    shown = station.ok("show", "a").stdout
+    assert f"  command      {record['command_line']}" in shown and f"  user         {record['user']}\n" in shown

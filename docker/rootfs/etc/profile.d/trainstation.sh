@@ -16,7 +16,10 @@ else
         *,tmux) ;;
         *i*)
             if [ -t 1 ] && [ ! -e "$HOME/.hushlogin" ]; then
-                cat /etc/trainstation/greeting
+                case ${STATION_LANG:-} in
+                    zh_CN) cat /etc/trainstation/greeting.zh_CN ;;
+                    *) cat /etc/trainstation/greeting ;;
+                esac
             fi
             ;;
     esac
