@@ -180,6 +180,8 @@ class Record(TypedDict):
     """Whether the source of the script opens a session, so that a death before that restarts it, too."""
     on_restart: NotRequired[list[str] | None]
     """Arguments that a restart or resume adds or replaces. None: the user has not said how the script continues."""
+    unmet: NotRequired[str]
+    """Warning that the ranks of a script have not met, as a line; '' if they have met after all."""
     script_files: NotRequired[dict[str, str]]
     watch: NotRequired[dict[str, Any]]
     figures: NotRequired[list[str]]

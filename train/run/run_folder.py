@@ -297,6 +297,7 @@ class Run:
             record["started"] = record["started"] or started
             record.update({"state": states.RUNNING, "reason": "", "stopped_by": None, "ended": None})
             record.update({"metrics": {}, "weights_sha256": None})  # from the end before
+            record.pop("unmet", None)
             record.update({"world_size": world_size, "host": socket.gethostname()})
             record.update(cast(Record, values))
 

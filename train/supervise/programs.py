@@ -22,7 +22,7 @@ from ..run.outcome import first_fault
 from ..run.record import Attempt, Record
 from ..run.run_folder import Lock, Run
 from ..run.spec import Spec
-from . import diagnose, last_words, script_command
+from . import diagnose, last_words, meeting, script_command
 from .decide import Death, Facts, LaunchMode
 
 if TYPE_CHECKING:
@@ -332,7 +332,8 @@ class Script(Program):
                 say(text)
             program = ["-m", spec.script_module] if spec.script_module else [spec.script]
             sources = [Path(name) for name in (spec.script, *spec.script_files) if name.endswith(".py")]
-            return script_command.Start([*program, *arguments], line, bool(script_command.ports_set(sources)))
+            has_port = bool(script_command.ports_set(sources))
+            return script_command.Start([*program, *arguments], line, has_port, meeting.asks_rank(sources))
 
         return ScriptRanks(run, lock, count, zygote, command)
 

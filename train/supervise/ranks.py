@@ -30,11 +30,14 @@ from ..run.run_folder import Lock, Run
 from ..run.spec import Spec
 from ..zygote.client import RANKS, SCRIPT, Zygote
 from . import script_command
+from .meeting import Meeting
 
 _WAIT = 0.2
 """Seconds `wait` takes if no rank ends."""
 _MOMENT = 0.25
 """Seconds within which ranks end that end for the same reason."""
+_ANSWER = 2.0
+"""Seconds the store of a script's ranks has to answer."""
 
 
 class Peers(Protocol):
@@ -261,13 +264,18 @@ class ScriptRanks(Ranks):
         self.memory = SnapshotMemory(count)  # used if it opens a session
         self._how = how
         self._store: int | None = None
+        self._line: socket.socket | None = None
+        self._meeting: Meeting | None = None
 
     def _start(self, spec: Spec, attempt: int) -> None:
         start = self._how(attempt)
         if start.line:
             with (self.run.logs(attempt) / "rank0.log").open("a", encoding="utf-8") as log:
                 log.write(f"{start.line}\n")
+        self._meeting = None
         store, run_id = self._host_store(), uuid.uuid4().hex
+        if self.count > 1 and not (start.has_own_port or start.asks_rank):
+            self._meeting = Meeting(self.run, self.run.logs(attempt) / "rank0.log", self.count, self._have_met)
         # a script with a port of its own starts a store there, as under `python`, and must not look for ours
         port = _free_port() if start.has_own_port else store
         is_ours = {} if start.has_own_port else {"TORCHELASTIC_USE_AGENT_STORE": "True"}
@@ -291,25 +299,40 @@ class ScriptRanks(Ranks):
             OSError: the store did not start.
         """
         self._end_store()
-        reader, writer = os.pipe()
-        with os.fdopen(reader) as answer:
-            try:
-                self._store = self._zygote.fork(
-                    "train.supervise.worker:host_store", [], files=[0, 1, 2, writer], after=SCRIPT[-1]
-                )
-            finally:
-                os.close(writer)
-            port = answer.read()
+        self._line, other = socket.socketpair()
+        with other:
+            self._store = self._zygote.fork(
+                "train.supervise.worker:host_store", [], files=[0, 1, 2, other.fileno()], after=SCRIPT[-1]
+            )
+        port = self._line.recv(16)
         if not port:
             raise OSError("the store for the rendezvous of the ranks did not start")
+        self._line.settimeout(_ANSWER)
         return int(port)
+
+    def _have_met(self) -> bool:
+        """Whether a rank has written into the store; also if the store does not answer."""
+        if self._line is not None:
+            with contextlib.suppress(OSError):
+                self._line.sendall(b"?")
+                return self._line.recv(1) != b"0"
+        return True
+
+    def wait(self) -> bool:
+        if self._meeting is not None:
+            self._meeting.look()
+        return super().wait()
 
     def _end_store(self) -> None:
         if self._store is not None:
             self._zygote.signal(self._store, signal.SIGKILL)
-        self._store = None
+        if self._line is not None:
+            self._line.close()
+        self._store = self._line = None
 
     def _end_rest(self) -> None:
+        if self._meeting is not None and [*self._codes.values()] == [0] * self.count:
+            self._meeting.end()
         self._end_store()
         super()._end_rest()
 

@@ -36,6 +36,8 @@ class Start:
     """What to write at the head of rank 0's log; '': nothing."""
     has_own_port: bool = False
     """Whether the script's source sets MASTER_PORT, so that its ranks do not meet at the launcher's store."""
+    asks_rank: bool = False
+    """Whether the script's source asks which rank it is, so that ranks that do not meet may share the work."""
 
 
 def split(text: str) -> list[str]:

@@ -22,6 +22,8 @@ STOP_WAIT = 20.0
 never come. Saving and computing metrics get `watch.start_minutes`."""
 STOP_TIMES_SLOWEST = 3
 """A run with slow steps gets this many times its slowest step to stop, if that is longer than STOP_WAIT."""
+MEET = 60.0
+"""Seconds the ranks of a script have to meet before a warning."""
 SCRIPT_HANG_MINUTES = 30.0
 """Minutes a script may give no sign of life, unless watch.hang_minutes is set."""
 

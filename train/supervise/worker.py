@@ -198,18 +198,25 @@ def script_rank(command: list[str], files: list[int]) -> NoReturn:
 
 
 def host_store(files: list[int]) -> NoReturn:
-    """Host the store at which the ranks of a script connect, as torchrun does. Writes its port into files[3]."""
+    """Host the store at which the ranks of a script connect, as torchrun does.
+
+    Args:
+        files: Standard files, and a socket. It writes its port there, and answers each byte: 1 if a rank has written
+            into the store, else 0.
+    """
     import torch.distributed as dist
 
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
     with socket.create_server(("127.0.0.1", 0)) as listening:
         port = listening.getsockname()[1]
         fd = listening.detach()
-    _store = dist.TCPStore(
+    store = dist.TCPStore(
         "127.0.0.1", port, is_master=True, wait_for_workers=False, use_libuv=False, master_listen_fd=fd
     )
-    os.write(files[3], str(port).encode())
-    os.close(files[3])
+    with contextlib.suppress(OSError), socket.socket(fileno=files[3]) as agent:
+        agent.sendall(str(port).encode())
+        while agent.recv(1):
+            agent.sendall(b"1" if store.num_keys() else b"0")
     while True:
         signal.pause()
 

@@ -122,6 +122,7 @@ def facts(one: RunStatus) -> list[tuple[str, Any]]:
         ("submitted", " in ".join(submitted[key] for key in ("engine", "at") if submitted.get(key))),
         ("order", f"{spec.sampler}() of the task, {spec.samples} samples per epoch" if spec.sampler else None),
         ("ranks", record.get("world_size")),
+        ("warning", record.get("unmet")),
         ("machine", record.get("host")),
         ("user", record.get("user")),
         ("image", record.get("image")),
