@@ -7,14 +7,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple
-
-if TYPE_CHECKING:
-    from .schema import Schedule
+from typing import NamedTuple, Protocol
 
 _ONE_CYCLE = (0.3, 1 / 25, 1e-4)
 """Numbers of torch's OneCycleLR: the share of the steps in which the rate rises, the first factor, and the last factor
 over the first."""
+
+
+class Schedule(Protocol):
+    """The fields of `schedule` (schema.py) that curves read."""
+
+    min_factor: float
+    decay_share: float
+    step_epochs: float
+    gamma: float
 
 
 class Place(NamedTuple):
