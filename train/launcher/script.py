@@ -119,7 +119,7 @@ def check_fork(
     manifest, folder = manifests.verified(run, step), run.checkpoint(step)
     if arguments:
         names = ", ".join(manifest.get("session", {}).get("registered", ())) or "its state"
-        warnings.append(f"{names}: loaded from the checkpoint, so new arguments do not change what lies there")
+        warnings.append(f"{names}: loaded from the checkpoint, so new arguments do not change it")
     copies = {f"checkpoints/{folder.name}": folder}
     if run.metrics.exists():  # the session cuts it to the checkpoint
         copies[run.metrics.name] = run.metrics

@@ -219,8 +219,9 @@ def verdict(account: TimeSpent, record: Record) -> list[str]:
     wanted = account.whole - account.parts["idle"]
     if account.whole <= 0 or wanted <= 0:
         return []
-    if account.parts["unknown"] > 0.5 * wanted:
-        return [f"{account.parts['unknown'] / wanted:.0%} of its time was not measured"]
+    unknown, computing = account.parts["unknown"], account.parts["compute"]
+    if unknown > 0.5 * wanted or (unknown and not computing):  # a session's steps are not measured
+        return [f"{unknown / wanted:.0%} of its time was not measured"]
     share = {part: seconds / wanted for part, seconds in account.parts.items()}
     others = {part: value for part, value in share.items() if part not in ("compute", "idle")}
     largest = max(others, key=others.__getitem__)
