@@ -87,7 +87,7 @@ def asking(asked: Asked) -> Iterator[None]:
 
 
 def calm(launch: Launch, asked: Asked, say: Callable[[list[str]], None]) -> Run:
-    """Start a run and wait until it has ended.
+    """Start a run and wait until it has ended. It is not restarted: a run that dies by itself is not calm.
 
     Args:
         say: gets the warnings of the launch.
@@ -96,6 +96,7 @@ def calm(launch: Launch, asked: Asked, say: Callable[[list[str]], None]) -> Run:
         Refused: the launch is not possible.
         Failed: the run failed.
     """
+    launch.max_restarts = 0
     with asking(asked):
         say(launch.start())
     wait(launch.run)

@@ -63,6 +63,8 @@ def main(what):
             if what == "fails" and hidden == 1.0 and epoch > 3 and "TRAIN_ATTEMPT" in os.environ:
                 if int(os.environ["TRAIN_ATTEMPT"]) > 1:
                     raise ValueError("nothing was carried over")
+            if what == "crashes" and epoch == 2 and os.environ["TRAIN_ATTEMPT"] == "1":
+                raise ValueError("a sample is broken")
             loss.backward()
             optimizer.step()
             session.log(loss=loss, **({"seconds": time.time()} if what == "time" else {}))
@@ -131,6 +133,14 @@ def test_a_figure_of_the_time_is_named_and_does_not_count(station: Station) -> N
 def test_a_run_that_cannot_continue_has_failed(station: Station) -> None:
     found, said = proved(station, "program.py", "--updates", 40, "--kills", 2, "--", "fails", code=3)
     assert found["verdict"] == "FAILED" and "nothing was carried over" in said and "after" in found["reason"]
+
+
+@pytest.mark.turns
+def test_a_calm_run_that_dies_by_itself_has_failed(station: Station) -> None:
+    """A restart would get past it."""
+    found, said = proved(station, "program.py", "--updates", 20, "--kills", 1, "--", "crashes", code=3)
+    assert found["verdict"] == "FAILED" and found["reason"].startswith("the calm run: "), said
+    assert "a sample is broken" in found["reason"] and not found["breaks"]
 
 
 @pytest.mark.turns
