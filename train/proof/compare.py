@@ -12,6 +12,8 @@ from ..run.run_folder import Run
 
 FIGURES, SAMPLES, END, VALUES = "metrics", "samples", "the weights at the end", "values."
 """Names of what is compared beside registered objects. VALUES begins the name of a value of `session.values`."""
+STEP, LINES = "step", "number of lines"
+"""Figures that differ if lines are written after other updates."""
 _OF_TIME = frozenset(
     {"samples_per_s", "data_wait", "step_time", "memory", "counted_per_s", "mfu", "wall_time", "total_steps"}
 )
@@ -62,6 +64,8 @@ class Difference:
     """What does not differ there."""
     figures: tuple[str, ...] = ()
     """Names of the figures that differ anywhere."""
+    logged: int = 0
+    """Number of updates at the first line of metrics.jsonl that differs; 0: none does, or one before all updates."""
 
 
 def read(run: Run, ranks: int) -> Seen:
@@ -98,7 +102,7 @@ def difference(calm: Seen, other: Seen, *, but: Iterable[str] = ()) -> Differenc
     Args:
         but: names of figures, and of values of the session, that are not compared.
     """
-    figures = [name for name in _figures_that_differ(calm, other) if name not in {*but}]
+    figures, logged = _figures_that_differ(calm, other, {*but})
     is_other = {FIGURES: bool(figures), SAMPLES: _samples_differ(calm, other), END: calm.end != other.end}
     beside = [name for name, differs in is_other.items() if differs]
     first: tuple[Point, set[str], set[str]] | None = None
@@ -120,7 +124,7 @@ def difference(calm: Seen, other: Seen, *, but: Iterable[str] = ()) -> Differenc
         return None
     point, names, rest = first or ((0, 0, 0), set[str](), set(calm.last))
     same = [*sorted(rest), *(name for name in (FIGURES, SAMPLES) if not is_other[name])]
-    return Difference(point[0], (*sorted(names), *beside), tuple(same), tuple(figures))
+    return Difference(point[0], (*sorted(names), *beside), tuple(same), tuple(figures), logged)
 
 
 def changes_by_itself(found: Difference) -> tuple[str, ...] | None:
@@ -147,14 +151,20 @@ def _samples_differ(calm: Seen, other: Seen) -> bool:
     return any(one != two for mine, its in pairs for one, two in zip(mine, its, strict=False))
 
 
-def _figures_that_differ(calm: Seen, other: Seen) -> list[str]:
+def _figures_that_differ(calm: Seen, other: Seen, but: set[str]) -> tuple[list[str], int]:
+    """Return the names of the figures that differ, and the number of updates at the first line that does."""
     found: dict[str, None] = {}
+    logged = 0
     for one, two in zip(calm.figures, other.figures, strict=False):
-        names = one.keys() | two.keys()
-        found |= dict.fromkeys(sorted(name for name in names if one.get(name) != two.get(name)))
-    if len(calm.figures) != len(other.figures):
-        found["number of lines"] = None
-    return [*found]
+        names = sorted(name for name in (one.keys() | two.keys()) - but if one.get(name) != two.get(name))
+        if names and not found:
+            logged = min(one["step"], two["step"])
+        found |= dict.fromkeys(names)
+    if len(calm.figures) != len(other.figures) and LINES not in but:
+        shorter, longer = sorted((calm.figures, other.figures), key=len)
+        logged = logged if found else longer[len(shorter)]["step"]
+        found[LINES] = None
+    return [*found], logged
 
 
 @dataclasses.dataclass(frozen=True)

@@ -45,9 +45,20 @@ def test_figures_and_samples_count_and_some_may_be_left_out() -> None:
     one, two = seen({"model": "a"}, figures=lines), seen({"model": "a"}, figures=[{**lines[0], "seconds": 3.0}])
     found = difference(one, two)
     assert found is not None and (found.update, found.names, found.figures) == (0, ("metrics",), ("seconds",))
+    assert found.logged == 1
     assert difference(one, two, but=["seconds"]) is None
     found = difference(seen({"model": "a"}, samples="1 5"), seen({"model": "a"}, samples="1 6"))
     assert found is not None and found.names == ("samples",)
+
+
+def test_lines_after_other_updates_are_placed_at_the_first_that_differs() -> None:
+    lines: list[dict[str, object]] = [{"step": step, "loss": 1.0} for step in (2, 4, 6)]
+    found = difference(
+        seen({"model": "a"}, figures=lines), seen({"model": "a"}, figures=[lines[0], {**lines[1], "step": 3}])
+    )
+    assert found is not None and (found.figures, found.logged) == (("step", "number of lines"), 3)
+    found = difference(seen({"model": "a"}, figures=lines), seen({"model": "a"}, figures=lines[:2]))
+    assert found is not None and (found.figures, found.logged) == (("number of lines",), 6)
 
 
 def test_a_figure_or_a_value_that_differs_in_calm_runs_is_left_out_and_nothing_else() -> None:
