@@ -18,8 +18,10 @@ _OF_TIME = frozenset(
     {"samples_per_s", "data_wait", "step_time", "memory", "counted_per_s", "mfu", "wall_time", "total_steps"}
 )
 """What stands in a line beside figures, and figures that differ in each run."""
-_MOST = 10
-"""Maximum number of tensors in a list."""
+_MOST, _MOST_PLAIN = 10, 3
+"""Maximum number of tensors in a list, and of plain values before them."""
+_WIDE = 40
+"""Maximum length of a plain value in a list."""
 Point = tuple[int, int, int]
 """A border: updates, epoch and batch."""
 
@@ -185,7 +187,7 @@ class Tensor:
 
 
 def tensors(one: Run, other: Run, ranks: int) -> list[Tensor]:
-    """Return the tensors that differ in the dumps of two runs, the largest distance first."""
+    """Return what differs in the dumps of two runs: plain values, such as a rate, then the largest distance first."""
     import torch
 
     found: dict[str, Tensor] = {}
@@ -202,14 +204,16 @@ def tensors(one: Run, other: Run, ranks: int) -> list[Tensor]:
                     before = found.get(tensor.name)
                     if before is None or tensor.distance > before.distance:
                         found[tensor.name] = tensor
-    return sorted(found.values(), key=lambda one: (-one.distance, one.name))
+    return sorted(found.values(), key=lambda one: (one.elements > 0, -one.distance, one.name))
 
 
 def _compared(name: str, one: Any, other: Any) -> Tensor | None:
     import torch
 
     if not (isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor)):
-        return None if not isinstance(one, torch.Tensor) and one == other else Tensor(name, 0, 0, 0.0)
+        if isinstance(one, str) and isinstance(other, str):
+            return None if one == other else Tensor(f"{name} ({_short(one)}, {_short(other)})", 0, 0, 0.0)
+        return Tensor(name, 0, 0, 0.0)
     if one.shape != other.shape or one.dtype != other.dtype:
         return Tensor(f"{name} (another shape or type)", 0, 0, 0.0)
     is_same = (one == other) | (one != one) & (other != other)
@@ -220,8 +224,13 @@ def _compared(name: str, one: Any, other: Any) -> Tensor | None:
     return Tensor(name, int((~is_same).sum()), one.numel(), float(distance[~is_same].max()))
 
 
+def _short(text: str) -> str:
+    return text if len(text) <= _WIDE else f"{text[:_WIDE]}…"
+
+
 def listed(found: list[Tensor]) -> list[str]:
-    """Return lines about tensors that differ: the first ten, then their number."""
-    lines = [str(one) for one in found[:_MOST]]
+    """Return lines about what differs: the first ten, of plain values the first three, then the number of the rest."""
+    plain = [one for one in found if not one.elements]
+    lines = [str(one) for one in [*plain[:_MOST_PLAIN], *(one for one in found if one.elements)][:_MOST]]
     more = len(found) - len(lines)
     return lines + ([f"{more} {'tensors' if more > 1 else 'tensor'} more"] if more > 0 else [])

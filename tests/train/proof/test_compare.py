@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from train.proof.compare import Seen, changes_by_itself, difference, listed, tensors
+from train.proof.compare import Seen, Tensor, changes_by_itself, difference, listed, tensors
 from train.run import proving
 from train.run.run_folder import Run
 
@@ -70,7 +70,7 @@ def test_a_figure_or_a_value_that_differs_in_calm_runs_is_left_out_and_nothing_e
     assert found is not None and changes_by_itself(found) is None
 
 
-def test_tensors_are_listed_by_their_distance_and_nan_is_equal_to_itself(tmp_path: Path) -> None:
+def test_plain_values_are_listed_before_tensors_by_their_distance_and_nan_is_equal_to_itself(tmp_path: Path) -> None:
     kept = {f"w{number}": torch.zeros(3) for number in range(12)} | {"nan": torch.tensor([math.nan]), "lr": "0.1"}
     other = {name: one + torch.tensor([0.0, int(name[1:]), 0.0]) for name, one in kept.items() if name[0] == "w"}
     other |= {"nan": torch.tensor([math.nan]), "lr": "0.2"}
@@ -79,6 +79,7 @@ def test_tensors_are_listed_by_their_distance_and_nan_is_equal_to_itself(tmp_pat
         run.folder.mkdir()
         torch.save({"model": state}, proving.dump_file(run, 0))
     lines = listed(tensors(*runs, 1))
-    assert lines[0] == "model: w11 (1 of 3 elements, largest distance 1.1e+01)"
+    assert lines[:2] == ["model: lr (0.1, 0.2)", "model: w11 (1 of 3 elements, largest distance 1.1e+01)"]
     assert len(lines) == 11 and lines[-1] == "2 tensors more"
     assert listed(tensors(runs[0], runs[0], 1)) == []
+    assert len(listed([Tensor(f"values.{number}", 0, 0, 0.0) for number in range(9)])) == 4
