@@ -73,6 +73,8 @@ class Proof:
 
     verdict: str = FAILED
     reason: str = ""
+    last_lines: list[str] = dataclasses.field(default_factory=list)
+    """Why it has failed, and the last lines of the rank that died first."""
     updates: int = 0
     ranks: int = 0
     breaks: list[Broken] = dataclasses.field(default_factory=list)
@@ -109,7 +111,7 @@ class Proof:
         ranks = _count(self.ranks, "rank")
         lines = []
         if self.verdict == FAILED:
-            lines = [self.reason, file]
+            lines = [self.reason, *(f"| {line}" for line in self.last_lines), file]
         elif self.verdict == EXACT:
             times = _count(len(self.breaks), "time")
             lines.append(
@@ -171,7 +173,7 @@ def prove(wanted: Wanted, runs: Path, name: str, *, ranks: int | None = None) ->
     try:
         attempt.compare()
     except Failed as failed:
-        proof.verdict, proof.reason = FAILED, str(failed)
+        proof.verdict, proof.reason, proof.last_lines = FAILED, str(failed), failed.last_lines
     except BaseException:
         broken.end_all(folder, attempt.names)
         shutil.rmtree(folder, ignore_errors=True)

@@ -145,6 +145,14 @@ def test_a_run_that_cannot_continue_has_failed(station: Station) -> None:
     assert found["verdict"] == "FAILED" and "nothing was carried over" in said and "after" in found["reason"]
 
 
+def test_a_script_that_does_not_start_has_failed_with_its_last_lines(station: Station) -> None:
+    (station.folder / "program.py").write_text("import trainstation as ts\nts.session()\nfor epoch in 3\n")
+    found, said = proved(station, "program.py", code=3)
+    assert "| SyntaxError: expected ':'" in said
+    command = found["reason"].partition("see: train ")[2]
+    assert command.startswith("logs calm") and "SyntaxError" in station.ok(*command.split()).stdout
+
+
 @pytest.mark.turns
 def test_a_calm_run_that_dies_by_itself_has_failed(station: Station) -> None:
     """A restart would get past it."""
