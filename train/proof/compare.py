@@ -53,6 +53,12 @@ class Seen:
         """Number of updates at the last border."""
         return max((point[0] for point in (self.digests[0] if self.digests else {})), default=0)
 
+    @property
+    def is_in_first_epoch(self) -> bool:
+        """Whether a loop over epochs has reached the end of none."""
+        points = self.digests[0] if self.digests and any(self.samples) else {}
+        return any(batch for _, _, batch in points) and not any(epoch for _, epoch, _ in points)
+
 
 @dataclasses.dataclass(frozen=True)
 class Difference:

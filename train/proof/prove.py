@@ -238,8 +238,13 @@ class _Attempt:
         found = compare.difference(one, two)
         if found is None:
             proof.verdict = EXACT
-            return
-        self._explain(one, two, found)
+        else:
+            self._explain(one, two, found)
+        if proof.verdict == EXACT and one.is_in_first_epoch:
+            wanted.say(
+                f"no epoch ended within {_count(proof.updates, 'update')}, so what the script does there is not "
+                "proved; give more --updates"
+            )
 
     def _explain(self, one: Seen, two: Seen, found: Difference) -> None:
         """Find out whether the breaks are the cause, and what differs."""

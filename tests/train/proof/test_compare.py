@@ -51,6 +51,16 @@ def test_figures_and_samples_count_and_some_may_be_left_out() -> None:
     assert found is not None and found.names == ("samples",)
 
 
+def test_a_run_in_its_first_epoch_is_told_from_one_that_ended_an_epoch_or_has_none() -> None:
+    def run(*points: tuple[int, int, int], samples: str = "1 5") -> Seen:
+        return Seen([{point: [{"model": "a"}] for point in points}], [], [[samples] if samples else []])
+
+    assert run((1, 0, 1), (2, 0, 2)).is_in_first_epoch
+    assert not run((1, 0, 1), (1, 1, 0)).is_in_first_epoch
+    assert not run((1, 0, 1), (2, 0, 2), samples="").is_in_first_epoch  # session.range()
+    assert not run((1, 0, 0), (2, 0, 0)).is_in_first_epoch  # a task
+
+
 def test_lines_after_other_updates_are_placed_at_the_first_that_differs() -> None:
     lines: list[dict[str, object]] = [{"step": step, "loss": 1.0} for step in (2, 4, 6)]
     found = difference(
