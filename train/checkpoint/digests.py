@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -20,6 +21,8 @@ from .serialize import bytes_of
 _LARGE = 100 << 20
 """Bytes of state above which only ten updates of a run get a digest."""
 _FEW = 10
+_PLAIN = (str, bytes, bytearray, int, float, complex, np.generic, torch.dtype, torch.Size)
+"""Classes whose repr is the same in each process."""
 State = Mapping[str, Any]
 """Maps the name of an object to its state: tensors and plain values in dicts and lists."""
 
@@ -107,9 +110,12 @@ def digest_of(state: Any) -> str:
 
 
 def _plain(value: Any) -> str:
-    """Return a plain value as text that is the same in each process."""
-    is_plain = value is None or isinstance(value, (str, bytes, int, float, complex, torch.dtype, torch.Size))
-    return repr(value) if is_plain else type(value).__qualname__
+    """Return a plain value as text that is the same in each process, or else the name of its class."""
+    if isinstance(value, np.ndarray) and not value.dtype.hasobject:
+        return f"{value.dtype} {value.shape} {hashlib.sha256(value.tobytes()).hexdigest()}"
+    if isinstance(value, (set, frozenset)):
+        return str(sorted(map(_plain, value)))
+    return repr(value) if value is None or isinstance(value, _PLAIN) else type(value).__qualname__
 
 
 def _kept(value: Any) -> Any:

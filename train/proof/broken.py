@@ -8,10 +8,11 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+import re
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,8 @@ _LOOK = 0.002
 """Seconds between two looks at a run."""
 _SAVES = 3
 """Number of updates within which a save that was asked for begins."""
+_SEE = r"train logs \S+( --rank \d+)?"
+"""A command in the reason of an end."""
 _QUIET = {"WANDB_MODE": "disabled"}
 """Variables of every run of a proof."""
 
@@ -39,7 +42,15 @@ Launch = NewRun | NewScript
 
 
 class Failed(Exception):
-    """A run ended as failed. The text says which run, and why."""
+    """A run ended as failed. The text says which run, and why.
+
+    Args:
+        last_lines: those of the log of the rank that died first.
+    """
+
+    def __init__(self, text: str, last_lines: Sequence[str] = ()) -> None:
+        super().__init__(text)
+        self.last_lines = [*last_lines]
 
 
 @dataclasses.dataclass
@@ -87,7 +98,7 @@ def asking(asked: Asked) -> Iterator[None]:
 
 
 def calm(launch: Launch, asked: Asked, say: Callable[[list[str]], None]) -> Run:
-    """Start a run and wait until it has ended.
+    """Start a run and wait until it has ended. It is not restarted: a run that dies by itself is not calm.
 
     Args:
         say: gets the warnings of the launch.
@@ -96,6 +107,7 @@ def calm(launch: Launch, asked: Asked, say: Callable[[list[str]], None]) -> Run:
         Refused: the launch is not possible.
         Failed: the run failed.
     """
+    launch.max_restarts = 0
     with asking(asked):
         say(launch.start())
     wait(launch.run)
@@ -113,7 +125,10 @@ def check(run: Run, what: str) -> None:
     """Raise Failed unless a run has ended as stopped or finished."""
     if run.read()["state"] not in (states.FINISHED, states.STOPPED):
         record = run.read_effective()
-        raise Failed(f"{what}: {record['reason'] or record['state']}")
+        last_lines = record["attempts"][-1].get("last_lines", ()) if record["attempts"] else ()
+        where = f" --runs {run.path.parent}"  # in no folder that `train logs` knows
+        reason = re.sub(_SEE, lambda found: found[0] + where, record["reason"] or record["state"])
+        raise Failed(f"{what}: {reason}", last_lines)
 
 
 class Breaker:

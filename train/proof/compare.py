@@ -12,12 +12,16 @@ from ..run.run_folder import Run
 
 FIGURES, SAMPLES, END, VALUES = "metrics", "samples", "the weights at the end", "values."
 """Names of what is compared beside registered objects. VALUES begins the name of a value of `session.values`."""
+STEP, LINES = "step", "number of lines"
+"""Figures that differ if lines are written after other updates."""
 _OF_TIME = frozenset(
     {"samples_per_s", "data_wait", "step_time", "memory", "counted_per_s", "mfu", "wall_time", "total_steps"}
 )
 """What stands in a line beside figures, and figures that differ in each run."""
-_MOST = 10
-"""Maximum number of tensors in a list."""
+_MOST, _MOST_PLAIN = 10, 3
+"""Maximum number of tensors in a list, and of plain values before them."""
+_WIDE = 40
+"""Maximum length of a plain value in a list."""
 Point = tuple[int, int, int]
 """A border: updates, epoch and batch."""
 
@@ -49,6 +53,12 @@ class Seen:
         """Number of updates at the last border."""
         return max((point[0] for point in (self.digests[0] if self.digests else {})), default=0)
 
+    @property
+    def is_in_first_epoch(self) -> bool:
+        """Whether a loop over epochs has reached the end of none."""
+        points = self.digests[0] if self.digests and any(self.samples) else {}
+        return any(batch for _, _, batch in points) and not any(epoch for _, epoch, _ in points)
+
 
 @dataclasses.dataclass(frozen=True)
 class Difference:
@@ -62,6 +72,8 @@ class Difference:
     """What does not differ there."""
     figures: tuple[str, ...] = ()
     """Names of the figures that differ anywhere."""
+    logged: int = 0
+    """Number of updates at the first line of metrics.jsonl that differs; 0: none does, or one before all updates."""
 
 
 def read(run: Run, ranks: int) -> Seen:
@@ -98,7 +110,7 @@ def difference(calm: Seen, other: Seen, *, but: Iterable[str] = ()) -> Differenc
     Args:
         but: names of figures, and of values of the session, that are not compared.
     """
-    figures = [name for name in _figures_that_differ(calm, other) if name not in {*but}]
+    figures, logged = _figures_that_differ(calm, other, {*but})
     is_other = {FIGURES: bool(figures), SAMPLES: _samples_differ(calm, other), END: calm.end != other.end}
     beside = [name for name, differs in is_other.items() if differs]
     first: tuple[Point, set[str], set[str]] | None = None
@@ -120,7 +132,7 @@ def difference(calm: Seen, other: Seen, *, but: Iterable[str] = ()) -> Differenc
         return None
     point, names, rest = first or ((0, 0, 0), set[str](), set(calm.last))
     same = [*sorted(rest), *(name for name in (FIGURES, SAMPLES) if not is_other[name])]
-    return Difference(point[0], (*sorted(names), *beside), tuple(same), tuple(figures))
+    return Difference(point[0], (*sorted(names), *beside), tuple(same), tuple(figures), logged)
 
 
 def changes_by_itself(found: Difference) -> tuple[str, ...] | None:
@@ -147,14 +159,20 @@ def _samples_differ(calm: Seen, other: Seen) -> bool:
     return any(one != two for mine, its in pairs for one, two in zip(mine, its, strict=False))
 
 
-def _figures_that_differ(calm: Seen, other: Seen) -> list[str]:
+def _figures_that_differ(calm: Seen, other: Seen, but: set[str]) -> tuple[list[str], int]:
+    """Return the names of the figures that differ, and the number of updates at the first line that does."""
     found: dict[str, None] = {}
+    logged = 0
     for one, two in zip(calm.figures, other.figures, strict=False):
-        names = one.keys() | two.keys()
-        found |= dict.fromkeys(sorted(name for name in names if one.get(name) != two.get(name)))
-    if len(calm.figures) != len(other.figures):
-        found["number of lines"] = None
-    return [*found]
+        names = sorted(name for name in (one.keys() | two.keys()) - but if one.get(name) != two.get(name))
+        if names and not found:
+            logged = min(one["step"], two["step"])
+        found |= dict.fromkeys(names)
+    if len(calm.figures) != len(other.figures) and LINES not in but:
+        shorter, longer = sorted((calm.figures, other.figures), key=len)
+        logged = logged if found else longer[len(shorter)]["step"]
+        found[LINES] = None
+    return [*found], logged
 
 
 @dataclasses.dataclass(frozen=True)
@@ -175,7 +193,7 @@ class Tensor:
 
 
 def tensors(one: Run, other: Run, ranks: int) -> list[Tensor]:
-    """Return the tensors that differ in the dumps of two runs, the largest distance first."""
+    """Return what differs in the dumps of two runs: plain values, such as a rate, then the largest distance first."""
     import torch
 
     found: dict[str, Tensor] = {}
@@ -192,14 +210,16 @@ def tensors(one: Run, other: Run, ranks: int) -> list[Tensor]:
                     before = found.get(tensor.name)
                     if before is None or tensor.distance > before.distance:
                         found[tensor.name] = tensor
-    return sorted(found.values(), key=lambda one: (-one.distance, one.name))
+    return sorted(found.values(), key=lambda one: (one.elements > 0, -one.distance, one.name))
 
 
 def _compared(name: str, one: Any, other: Any) -> Tensor | None:
     import torch
 
     if not (isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor)):
-        return None if not isinstance(one, torch.Tensor) and one == other else Tensor(name, 0, 0, 0.0)
+        if isinstance(one, str) and isinstance(other, str):
+            return None if one == other else Tensor(f"{name} ({_short(one)}, {_short(other)})", 0, 0, 0.0)
+        return Tensor(name, 0, 0, 0.0)
     if one.shape != other.shape or one.dtype != other.dtype:
         return Tensor(f"{name} (another shape or type)", 0, 0, 0.0)
     is_same = (one == other) | (one != one) & (other != other)
@@ -210,8 +230,13 @@ def _compared(name: str, one: Any, other: Any) -> Tensor | None:
     return Tensor(name, int((~is_same).sum()), one.numel(), float(distance[~is_same].max()))
 
 
+def _short(text: str) -> str:
+    return text if len(text) <= _WIDE else f"{text[:_WIDE]}…"
+
+
 def listed(found: list[Tensor]) -> list[str]:
-    """Return lines about tensors that differ: the first ten, then their number."""
-    lines = [str(one) for one in found[:_MOST]]
+    """Return lines about what differs: the first ten, of plain values the first three, then the number of the rest."""
+    plain = [one for one in found if not one.elements]
+    lines = [str(one) for one in [*plain[:_MOST_PLAIN], *(one for one in found if one.elements)][:_MOST]]
     more = len(found) - len(lines)
     return lines + ([f"{more} {'tensors' if more > 1 else 'tensor'} more"] if more > 0 else [])

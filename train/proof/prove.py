@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from ..errors import EXIT_FAILED, EXIT_FINISHED
+from ..errors import EXIT_FAILED, EXIT_FINISHED, Refused
 from ..gpus import seen_here
 from ..run import durable
 from ..run.proving import Asked
@@ -35,6 +35,10 @@ _SECONDS, _PACES = 4.0, (0.02, 0.3)
 """Seconds that a run that is broken off takes at least, and limits of the seconds of its updates."""
 _KNOWN = 3
 """Maximum number of lines on what is known of a difference."""
+_LOST = "a variable, object or file that changes in training and is in no checkpoint"
+_COUNTED = "a counter of batches that begins anew after a resume; write enumerate(loader, loader.start)"
+_UNSEEDED = "a clock, a generator without a seed, the id of a process, a file that an earlier run has left"
+"""What to look for if nothing is known: something is lost in a break, or differs without one."""
 _LATE = 5
 """Updates after the first difference at which all elements are compared: a repeated break may come a little later."""
 _DRIVER = Path("/sys/module/nvidia/version")
@@ -69,6 +73,8 @@ class Proof:
 
     verdict: str = FAILED
     reason: str = ""
+    last_lines: list[str] = dataclasses.field(default_factory=list)
+    """Why it has failed, and the last lines of the rank that died first."""
     updates: int = 0
     ranks: int = 0
     breaks: list[Broken] = dataclasses.field(default_factory=list)
@@ -102,12 +108,12 @@ class Proof:
     def text(self) -> str:
         """Return the verdict and what it rests on, as lines."""
         file = f"{self.folder.name}/{FILE}"
-        ranks = f"{self.ranks} rank{'s' if self.ranks != 1 else ''}"
+        ranks = _count(self.ranks, "rank")
         lines = []
         if self.verdict == FAILED:
-            lines = [self.reason, file]
+            lines = [self.reason, *(f"| {line}" for line in self.last_lines), file]
         elif self.verdict == EXACT:
-            times = f"{len(self.breaks)} time{'s' if len(self.breaks) != 1 else ''}"
+            times = _count(len(self.breaks), "time")
             lines.append(
                 f"{self.updates} updates on {ranks}: a calm run and one that was broken off {times} end with the same "
                 "bits"
@@ -122,14 +128,16 @@ class Proof:
                 lines.append(f"{self.missed} more would have come after its end")
             if self.not_compared:
                 lines.append(f"not compared, because calm runs differ in them: {', '.join(self.not_compared)}")
+            lines += [f"known: {line}" for line in self.known]
             lines.append(file)
         else:
             assert self.difference is not None
             found = self.difference
+            first = f", first at update {found.logged}" if found.logged else ""
             at = (
                 f"first difference at update {found.update}"
                 if found.update
-                else "no state differs, only what is logged"
+                else f"no state differs, only what is logged{first}"
             )
             how = f"after {self.cause}" if self.cause else "between two calm runs"
             lines.append(f"{'' if self.cause else 'without any kill: '}{at}, {how}")
@@ -137,10 +145,16 @@ class Proof:
             names = ", ".join(f"{name}{what}" if name == compare.FIGURES else name for name in found.names)
             lines.append(f"different: {names}; equal: {', '.join(found.same) or 'nothing'}")
             lines += self.tensors
-            lines += [f"known: {line}" for line in self.known]
+            lines += [f"known: {line}" for line in self.known] or [f"look for {self._suspect(found)}"]
             lines.append(file)
         indent = " " * (len(self.verdict) + 2)
         return f"{self.verdict}  " + f"\n{indent}".join(lines)
+
+    def _suspect(self, found: Difference) -> str:
+        if not self.cause:
+            return _UNSEEDED
+        is_moved = not found.update and {compare.STEP, compare.LINES} & {*found.figures}
+        return _COUNTED if is_moved else _LOST
 
 
 def prove(wanted: Wanted, runs: Path, name: str, *, ranks: int | None = None) -> Proof:
@@ -159,7 +173,7 @@ def prove(wanted: Wanted, runs: Path, name: str, *, ranks: int | None = None) ->
     try:
         attempt.compare()
     except Failed as failed:
-        proof.verdict, proof.reason = FAILED, str(failed)
+        proof.verdict, proof.reason, proof.last_lines = FAILED, str(failed), failed.last_lines
     except BaseException:
         broken.end_all(folder, attempt.names)
         shutil.rmtree(folder, ignore_errors=True)
@@ -207,9 +221,14 @@ class _Attempt:
         proof.facts = _facts(record)
         if not one.last:
             raise Failed("the calm run made no update of a registered object")
+        if wanted.kills > proof.updates - 2:
+            raise Refused(
+                f"the run ended by itself after update {proof.updates}, too early for {_count(wanted.kills, 'break')}; "
+                "let it train longer, or give fewer --kills"
+            )
         seconds = time.monotonic() - began
         self._breaks = moments.choose(proof.updates, wanted.kills, proof.ranks, wanted.seed)
-        wanted.say(f"the calm run took {seconds:.0f} s; now the same, broken off {wanted.kills} times")
+        wanted.say(f"the calm run took {seconds:.0f} s; now the same, broken off {_count(wanted.kills, 'time')}")
         other = self._broken("broken", wanted.updates)
         proof.missed = wanted.kills - len(proof.breaks)
         if not proof.breaks:
@@ -219,8 +238,13 @@ class _Attempt:
         found = compare.difference(one, two)
         if found is None:
             proof.verdict = EXACT
-            return
-        self._explain(one, two, found)
+        else:
+            self._explain(one, two, found)
+        if proof.verdict == EXACT and one.is_in_first_epoch:
+            wanted.say(
+                f"no epoch ended within {_count(proof.updates, 'update')}, so what the script does there is not "
+                "proved; give more --updates"
+            )
 
     def _explain(self, one: Seen, two: Seen, found: Difference) -> None:
         """Find out whether the breaks are the cause, and what differs."""
@@ -249,7 +273,8 @@ class _Attempt:
                 late = self._late(rest.update)
                 second = self._calm("calm-3", late, dump=late)
             at = rest.update
-        before = [one for one in proof.breaks if one.update - one.repeated <= (at or proof.updates)]
+        by_then = at or proof.difference.logged or proof.updates
+        before = [one for one in proof.breaks if one.update - one.repeated <= by_then]
         proof.cause = str((before or proof.breaks)[-1]).partition(" (")[0]
         if at:
             wanted.say("the broken run is repeated up to there, to compare all elements")
@@ -289,6 +314,10 @@ class _Attempt:
             if name == "broken":
                 self._proof.breaks = breaker.breaks
         return breaker.run
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'s' if number != 1 else ''}"
 
 
 def _facts(record: Mapping[str, Any]) -> dict[str, Any]:

@@ -14,6 +14,8 @@ import pytest
 
 from tests.train.conftest import PATIENCE, Station
 from tests.train.tiers import later
+from train.proof.compare import Difference
+from train.proof.prove import NOT_EXACT, Proof
 
 pytestmark = pytest.mark.never_forgiven
 
@@ -63,6 +65,8 @@ def main(what):
             if what == "fails" and hidden == 1.0 and epoch > 3 and "TRAIN_ATTEMPT" in os.environ:
                 if int(os.environ["TRAIN_ATTEMPT"]) > 1:
                     raise ValueError("nothing was carried over")
+            if what == "crashes" and epoch == 2 and os.environ["TRAIN_ATTEMPT"] == "1":
+                raise ValueError("a sample is broken")
             loss.backward()
             optimizer.step()
             session.log(loss=loss, **({"seconds": time.time()} if what == "time" else {}))
@@ -109,6 +113,7 @@ def test_what_a_checkpoint_lacks_is_found_with_the_break_and_the_tensors(station
     assert found["verdict"] == "NOT EXACT" and found["cause"].startswith("stopped at "), said
     assert found["difference"]["update"] > 1 and {"model", "optimizer"} & {*found["difference"]["names"]}
     assert any("elements, largest distance" in line for line in found["tensors"]), said
+    assert "look for a variable, object or file that changes in training" in said
     (folder,) = station.runs.glob("prove-*")
     assert (folder / "calm" / "run.json").exists()
 
@@ -118,7 +123,14 @@ def test_what_a_checkpoint_lacks_is_found_with_the_break_and_the_tensors(station
 def test_what_differs_without_any_kill_is_called_so(station: Station, what: str) -> None:
     found, said = proved(station, "program.py", "--updates", 12, "--kills", 1, "--", what, code=3)
     assert found["verdict"] == "NOT EXACT" and not found["cause"], said
-    assert "without any kill: first difference at update" in said
+    assert "without any kill: first difference at update" in said and "look for a clock, a generator" in said
+
+
+def test_lines_that_are_logged_after_other_updates_point_to_a_counter() -> None:
+    found = Difference(0, ("metrics",), ("model", "samples"), ("loss", "step"), 9)
+    said = Proof(verdict=NOT_EXACT, difference=found, cause="rank 0 killed at 8").text()
+    assert "only what is logged, first at update 9, after rank 0 killed at 8" in said
+    assert "write enumerate(loader, loader.start)" in said
 
 
 @pytest.mark.minutes
@@ -131,6 +143,22 @@ def test_a_figure_of_the_time_is_named_and_does_not_count(station: Station) -> N
 def test_a_run_that_cannot_continue_has_failed(station: Station) -> None:
     found, said = proved(station, "program.py", "--updates", 40, "--kills", 2, "--", "fails", code=3)
     assert found["verdict"] == "FAILED" and "nothing was carried over" in said and "after" in found["reason"]
+
+
+def test_a_script_that_does_not_start_has_failed_with_its_last_lines(station: Station) -> None:
+    (station.folder / "program.py").write_text("import trainstation as ts\nts.session()\nfor epoch in 3\n")
+    found, said = proved(station, "program.py", code=3)
+    assert "| SyntaxError: expected ':'" in said
+    command = found["reason"].partition("see: train ")[2]
+    assert command.startswith("logs calm") and "SyntaxError" in station.ok(*command.split()).stdout
+
+
+@pytest.mark.turns
+def test_a_calm_run_that_dies_by_itself_has_failed(station: Station) -> None:
+    """A restart would get past it."""
+    found, said = proved(station, "program.py", "--updates", 20, "--kills", 1, "--", "crashes", code=3)
+    assert found["verdict"] == "FAILED" and found["reason"].startswith("the calm run: "), said
+    assert "a sample is broken" in found["reason"] and not found["breaks"]
 
 
 @pytest.mark.turns
@@ -155,7 +183,7 @@ def test_a_run_that_ends_before_is_compared_at_its_end(station: Station) -> None
     (("digits", "--kills", "0"), "must be a whole number of at least 1"),
     (("digits", "--follow"), "leave it out"),
     (("digits", "--checkpoint.mirror", "elsewhere"), "a proof is not mirrored"),
-    (("digits", "--steps", "4"), "give more --updates"),
+    (("digits", "--steps", "4"), "ended by itself after update 4, too early for 4 breaks"),
     (("--script", "missing.py"), "there is no file"),
     ((), "give one of"),
 ])  # fmt: skip
