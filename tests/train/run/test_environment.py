@@ -222,6 +222,7 @@ def test_a_run_knows_who_created_it_and_how(station: Station) -> None:
     station.ok("run", "digits", "--name", "a", "--steps", "2", "--device", "cpu")
     record = json.loads((station.runs / "a" / "run.json").read_text())
     assert record["command_line"].startswith("train run digits --name a --steps 2 --device cpu")
-    assert record["user"] == pwd.getpwuid(os.geteuid()).pw_name and record["image"] is None
+    assert record["user"] == pwd.getpwuid(os.geteuid()).pw_name
+    assert record["image"] == os.environ.get("TRAINSTATION_VERSION")
     shown = station.ok("show", "a").stdout
     assert f"  command      {record['command_line']}" in shown and f"  user         {record['user']}\n" in shown
