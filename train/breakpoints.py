@@ -1,4 +1,4 @@
-"""breakpoint() where nobody can type: one line that says what to do, in place of a debugger that reads nothing.
+"""breakpoint() without a terminal: one line that says what to do, in place of a debugger that reads nothing.
 
 A debugger of an editor, and one that PYTHONBREAKPOINT names, work everywhere.
 """
@@ -14,7 +14,7 @@ from .errors import TrainingFailed
 _ours: list[Any] = [sys.__breakpointhook__]
 """The hooks that may be replaced. Another one belongs to a debugger."""
 _why = ""
-"""Why nobody can type here, and what to do."""
+"""Why there is no terminal, and what to do."""
 
 
 def skip() -> None:
@@ -26,7 +26,7 @@ def refuse(why: str) -> None:
     """Make breakpoint() raise TrainingFailed in this process.
 
     Args:
-        why: Why nobody can type here, and what to do.
+        why: Why there is no terminal, and what to do.
     """
     global _why  # noqa: PLW0603 - of this process
     _why = why

@@ -29,7 +29,7 @@ def note_in(fd: int) -> None:
 
 
 def file() -> int | None:
-    """Return the file into which this process writes its notes, for its forks; None: nobody waits for it."""
+    """Return the file into which this process writes its notes, for its forks; None: no process waits for it."""
     return _fds[0] if _fds else None
 
 

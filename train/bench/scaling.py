@@ -5,7 +5,7 @@ rank. The efficiency is the speed-up over the number of ranks. All ways with the
 same processes. Memory is that of processes which do nothing else. "not computing" is the share of a step by which it is
 longer than a step without any exchange, on as many ranks at the same time.
 
-DataParallel is one process over as many GPUs, with the batches of all ranks in one. A process of its own measures it,
+DataParallel is one process over as many GPUs, with the batches of all ranks in one. A separate process measures it,
 after the others. On a CPU it would only call the module, so it has no figures there.
 
 Over several machines torchrun starts the ranks; the speed-up is then over one rank of the same job without exchange.

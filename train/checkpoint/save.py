@@ -64,7 +64,7 @@ class Saver:
         self._is_prepared = False
 
     def close(self) -> None:
-        """Take no more work and free the memory, unless a write still goes on: it may wait for a peer that is gone."""
+        """Take no more work and free the memory, unless a write still runs: it may wait for a peer that is gone."""
         self._pool.shutdown(wait=False)
         if self._staging is not None and (self._busy is None or self._busy.done()):
             self._staging.close()

@@ -1,4 +1,4 @@
-"""A copy of the state that a GPU makes on a stream of its own, while it computes the next step.
+"""A copy of the state that a GPU makes on a separate stream, while it computes the next step.
 
 What a forward may change (buffers, the task's objects) is copied at once, on the stream of the computation. Weights,
 their averages and the optimizer's state stay as they are until the next update. They are copied beside the forward and

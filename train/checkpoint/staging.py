@@ -198,7 +198,7 @@ class Staging:
         return self._tensor(next(places)).copy_(value.detach(), non_blocking=True)
 
     def _tensor(self, place: _Place) -> Tensor:
-        """The tensor in a place, with a storage of its own size: DCP would copy it once more otherwise."""
+        """The tensor in a place, with a storage of just its size: DCP would copy it once more otherwise."""
         count = math.prod(place.shape)
         if not count:
             return torch.empty(place.shape, dtype=place.dtype)

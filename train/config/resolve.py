@@ -172,7 +172,7 @@ def build(flat: dict[str, Any], settings: type | None = None, *, source: str = "
 
 
 def _check_mirror(url: str, source: str) -> None:
-    """Refuse a URL with a password, which would be kept in the run folder, and one that names no place of its own."""
+    """Refuse a URL with a password, which would be kept in the run folder, and one that other runs may share."""
     field = f"{source}checkpoint.mirror"
     if re.search(r"//[^/@]*:[^/]*@|[?#]", url):
         way = (

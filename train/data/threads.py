@@ -34,7 +34,7 @@ def problem(names: Names = OF_TASKS) -> str:
     """Return which threads run here that a worker would lack, and what to do; '' if there are none.
 
     Threads that Python does not know do not count: those of OpenMP and BLAS wait without a lock, the C library takes
-    care of its own locks at a fork, and gloo and NCCL start after the workers.
+    care of its locks at a fork, and gloo and NCCL start after the workers.
     """
     until = time.monotonic() + _ENDING
     while found := _owners().get(""):

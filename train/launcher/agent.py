@@ -71,7 +71,7 @@ def main() -> None:
 class _Caller:
     """Watches the caller, which holds a lock in the folder of the request while it waits.
 
-    If it ends before the run exists, this process ends too. Once the run exists, it goes on without its caller.
+    If it ends before the run exists, this process ends too. Once the run exists, it continues without its caller.
     """
 
     def __init__(self, folder: Path, lock: str) -> None:

@@ -72,7 +72,7 @@ def run(new: NewRun, is_spawned: bool) -> int:
 
 
 def _remove_look(run: Run, name: str, source: str) -> None:
-    """Remove a run that nobody named and that ended before its first checkpoint. The caller holds its lock.
+    """Remove a run without a given name that ended before its first checkpoint. The caller holds its lock.
 
     Args:
         name: Its name at the start: a user may have renamed the folder meanwhile.

@@ -22,7 +22,7 @@ _SECRETS = ("AWS_", "AZURE_", "FSSPEC_", "GOOGLE_")
 def check(launch: Launch, plan: Plan) -> list[str]:
     """Check that the run can write to its mirror, if this launch names one. Returns warnings.
 
-    A resume that does not name it is not checked: training goes on without a network, and `train show` says so.
+    A resume that does not name it is not checked: training continues without a network, and `train show` says so.
 
     Raises:
         Refused: it cannot, or the mirror is another run's.

@@ -2,7 +2,7 @@
 
     python -P …/train/module_runner.py train.mirror.process RUN_FOLDER
 
-It has a session of its own, so that it outlives the agent. It gets the lowest priority and no GPU. When the run has
+It has a separate session, so that it outlives the agent. It gets the lowest priority and no GPU. When the run has
 ended and all is copied it ends. Ranks know nothing of it.
 """
 
@@ -201,7 +201,7 @@ class Mirror:
                 self._process = start(self._run)
 
     def finish(self, *, waits: bool, is_asked: Callable[[], bool]) -> None:
-        """Make sure, after the run's end, that the process is there, which goes on by itself.
+        """Make sure, after the run's end, that the process is there, which continues by itself.
 
         Args:
             waits: Wait until all is copied, because this process is the last one of its job.

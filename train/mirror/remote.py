@@ -134,7 +134,7 @@ class Remote:
             self._fs.rmdir(f"{self._root}/{name}")
 
     def owner(self) -> Owner | None:
-        """Return who writes to the folder; None: nobody.
+        """Return who writes to the folder; None: no run.
 
         Raises:
             Refused: the folder holds files of something else.

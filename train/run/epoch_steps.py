@@ -1,4 +1,4 @@
-"""Steps that a script counts anew in each epoch (`Epoch: [3]  [10/100]`), turned into steps that count on."""
+"""Steps that a script counts from the start of each epoch (`Epoch: [3]  [10/100]`), turned into steps that count on."""
 
 from __future__ import annotations
 
@@ -58,5 +58,5 @@ class EpochSteps:
 
 
 def _is_anew(step: int, last: int, total: int) -> bool:
-    """Whether the first step of an epoch shows that steps are counted anew in each epoch."""
+    """Whether the first step of an epoch shows that each epoch counts its steps from the start."""
     return step < last or (step == last and (step == 0 or 0 <= total - step <= 1))

@@ -1,9 +1,9 @@
-"""Reads the figures of a script that writes no lines of its own (--figures): from its output, or TensorBoard's files.
+"""Reads the figures of a script that writes no lines (--figures): from its output, or TensorBoard's files.
 
     python -P …/train/module_runner.py train.run.figures RUN_FOLDER ATTEMPT PID_OF_THE_AGENT
 
 It appends lines to metrics.jsonl while the attempt runs, and reads the rest when the agent closes its input. It is a
-process of its own, because a regular expression may take for ever, and files of events may be large. Imports no torch.
+separate process, because a regular expression may take for ever, and files of events may be large. Imports no torch.
 """
 
 from __future__ import annotations
@@ -181,7 +181,7 @@ class EventReader:
 
 
 def _loader(path: Path) -> Any:
-    """Return TensorBoard's reader of a file, which goes on where it has stopped."""
+    """Return TensorBoard's reader of a file, which continues where it has stopped."""
     from tensorboard.backend.event_processing.event_file_loader import LegacyEventFileLoader
 
     return LegacyEventFileLoader(str(path))

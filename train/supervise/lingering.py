@@ -1,4 +1,4 @@
-"""Finds a script whose work is done, but that does not end: a thread or a process that it has started goes on.
+"""Finds a script whose work is done, but that does not end: a thread or a process that it has started still runs.
 
 Python waits for such threads and processes at its exit, without a word. A main thread that has used no CPU for a minute
 is looked at by py-spy, where that is installed and allowed. A session ends such a process itself (sessions/ending.py).

@@ -169,7 +169,7 @@ def task_rank(
 
 
 def refuse_breakpoints(spec: Spec, rank: int) -> None:
-    """Make breakpoint() fail in a rank without a terminal of its own, with a line that names the way."""
+    """Make breakpoint() fail in a rank without a terminal, with a line that names the way."""
     which = f"rank {rank}" if rank else "a launched run"
     way = f"train run {shlex.quote(spec.task_source or spec.task)} --watch.hang_minutes 0"
     breakpoints.refuse(f"{which} has no terminal; to debug with one rank: {way}")
