@@ -53,6 +53,7 @@ def _plain(state: TrainState) -> list[Any]:
 
 
 def _receive(rank: int, folder: Path) -> None:
+    torch.set_num_threads(1)  # a fork has none of the threads of OpenMP, and would wait for them
     dist.init_process_group("gloo", f"file://{folder}/meet", world_size=3, rank=rank)
     state = _state(rank, 2 if rank == 0 else 0)
     before = {name: one.data_ptr() for name, one in state.module.state_dict().items()}

@@ -114,6 +114,7 @@ def test_room_is_made_once_there_is_a_state(tmp_path: Path) -> None:
 
 
 def _read_beside_one_that_dies(rank: int, folder: Path) -> None:
+    torch.set_num_threads(1)  # a fork has none of the threads of OpenMP, and would wait for them
     limit = datetime.timedelta(seconds=60)
     dist.init_process_group("gloo", f"file://{folder}/meet", limit, world_size=2, rank=rank)
     dist.barrier()

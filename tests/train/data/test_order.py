@@ -119,7 +119,7 @@ def test_a_slice_of_a_huge_epoch_has_no_repetition_and_reaches_everywhere() -> N
     ("positions", "length"), [([-1], 10), ([10], 10), ([0, 3, 11], 10), ([0], 0), ([0], -5), ([10**12], 10**12)]
 )
 def test_a_position_out_of_range_is_an_error(positions: list[int], length: int) -> None:
-    with pytest.raises(ValueError, match="must lie in"):
+    with pytest.raises(ValueError, match="must be in"):
         order(0, 0, positions, length)
 
 

@@ -172,6 +172,7 @@ def test_a_model_without_blocks_is_refused_with_the_remedy(model: nn.Module) -> 
 
 def _sharded(folder: Path) -> None:
     """In a process of its own: the blocks of a model that fsdp has wrapped."""
+    torch.set_num_threads(1)  # a fork has none of the threads of OpenMP, and would wait for them
     dist.init_process_group("gloo", f"file://{folder}/meet", world_size=1, rank=0)
     found: Graphs = []
     torch.compile = counting(found)

@@ -52,6 +52,7 @@ class Model(nn.Sequential):
 
 
 def _place(folder: Path) -> None:
+    torch.set_num_threads(1)  # a fork has none of the threads of OpenMP, and would wait for them
     dist.init_process_group("gloo", f"file://{folder}/meet", world_size=1, rank=0)
     moved: list[Tensor] = []
     where = next(module for module in (_fully_shard, _fsdp_init) if hasattr(module, "_move_states_to_device"))
