@@ -114,6 +114,18 @@ def _speaker(error: BaseException, folders: tuple[Path, ...]) -> BaseException |
     return None
 
 
+def _worker_behind(error: BaseException) -> BaseException:
+    """Return the death of a data worker that torch has turned into another exception, else the exception itself.
+
+    torch raises it in a signal handler, between any two lines. If these are in torch.ops (torch/_ops.py,
+    OpOverloadPacket.__getattr__), each RuntimeError becomes an AttributeError.
+    """
+    behind = error.__context__
+    is_turned = isinstance(error, AttributeError) and "has no overload name" in str(error)
+    is_death = isinstance(behind, RuntimeError) and str(behind).startswith("DataLoader worker (pid")
+    return behind if is_turned and is_death and behind is not None else error
+
+
 def failure_of(error: BaseException, task_file: Path | None, snapshot: Path | None = None) -> dict[str, Any]:
     """Return `reason`, `recurs`, `traceback` and `is_own` of the exception that ends a rank, for its outcome.
 
@@ -129,6 +141,7 @@ def failure_of(error: BaseException, task_file: Path | None, snapshot: Path | No
     from ..parallel.torch_private import dump_gpu_memory
     from ..tasks import where
 
+    error = _worker_behind(error)
     text = one_line(described(error))
     of_sample = getattr(error, "sample", "")
     passing = isinstance(error, (dist.DistError, OSError, EOFError))

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import os
 import resource
 import subprocess
 import sys
+import time
 from typing import Any
 
 import pytest
+import torch
 
 from train.supervise.diagnose import failure_of, in_log
 
@@ -129,3 +133,24 @@ def test_a_port_that_is_in_use_is_named() -> None:
         f"Traceback\ntorch.distributed.DistNetworkError: {said}, name: EADDRINUSE, message: address in use\n"
     )
     assert found is not None and found.reason.startswith("port 12355 is in use by another process")
+
+
+def test_the_death_of_a_data_worker_that_torch_turns_into_another_error_is_told() -> None:
+    worker = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
+    worker.start()
+    assert worker.pid is not None
+    torch._C._set_worker_pids(id(worker), (worker.pid,))
+    try:
+        worker.kill()
+        os.waitid(os.P_PID, worker.pid, os.WEXITED | os.WNOWAIT)
+        with pytest.raises(AttributeError) as caught:
+            try:
+                torch._C._error_if_any_worker_fails()  # what torch's handler of SIGCHLD calls
+            except RuntimeError:
+                raise AttributeError("The underlying op of 'profiler.exit' has no overload name 'a'") from None
+    finally:
+        torch._C._remove_worker_pids(id(worker))
+        worker.join()
+    found = failure_of(caught.value, None)
+    assert f"DataLoader worker (pid {worker.pid}) is killed by signal: Killed" in found["reason"]
+    assert not found["recurs"] and not found["is_own"]
