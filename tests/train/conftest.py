@@ -66,12 +66,14 @@ class Station:
         self.runs = folder / "runs"
         self.more: dict[str, str] = {}
         """Variables of all that is started here."""
+        self.patience = PATIENCE
+        """Seconds that a command may take."""
 
     def __call__(self, *arguments: object, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
         """Run `train ARGUMENTS` to its end, without a terminal; in a new interpreter where variables ask for one."""
         texts, environment = [*map(str, arguments)], self.environment(str(arguments[0])) | (env or {})
         if forks.fits(env or {}):
-            return forks.train(texts, self.folder, self.environment(), environment, PATIENCE)
+            return forks.train(texts, self.folder, self.environment(), environment, self.patience)
         return subprocess.run(
             [sys.executable, "-m", "train", *texts],
             cwd=self.folder,
@@ -79,7 +81,7 @@ class Station:
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
-            timeout=PATIENCE,
+            timeout=self.patience,
             check=False,
         )
 

@@ -84,6 +84,7 @@ def station(station: Station) -> Station:
 
 
 def proved(station: Station, *arguments: object, code: int) -> tuple[dict[str, Any], str]:
+    station.patience = 4 * PATIENCE  # five runs, each of which imports torch
     done = station("prove", *arguments)
     assert done.returncode == code, done.stdout + done.stderr
     (file,) = station.runs.glob("prove-*/proof.json")
