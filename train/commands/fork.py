@@ -54,7 +54,7 @@ def start(options: Namespace, runs: Path) -> str:
     """Start the new run inside tmux, for the command and for Python. Return its name."""
     from .. import config, tasks
     from ..launcher.launches import Fork
-    from ..run import best, folders, owner
+    from ..run import best, environment, folders, owner
     from ..run.spec import spec_of
     from ..supervise import programs
 
@@ -76,7 +76,7 @@ def start(options: Namespace, runs: Path) -> str:
     launch = Fork(
         of.name, step, flags=options.flags, task=task, arguments=options.arguments, on_restart=options.on_restart,
         runs=str(runs), name=name, nproc=options.nproc or before, gpus=options.gpus, max_restarts=restarts,
-        keep_env=options.keep_env or [], command_line=options.command_line,
+        keep_env=options.keep_env or [], command_line=environment.shown(options.words),
     )  # fmt: skip
     warn(launch.start())
     code = f", with the code of {options.task}" if task else ""

@@ -81,11 +81,12 @@ def launch_of(
 ) -> NewRun | NewScript:
     """Return the launch that was asked for, as a run of this name."""
     from ..launcher.launches import NewRun, NewScript
+    from ..run import environment
 
     common: dict[str, Any] = {
         "runs": str(runs), "name": name, "nproc": options.nproc, "gpus": options.gpus,
         "max_restarts": number("max-restarts", options.max_restarts), "keep_env": options.keep_env or [],
-        "command_line": options.command_line,
+        "command_line": environment.shown(options.words),
     }  # fmt: skip
     if options.task is not None:
         return NewRun(**vars(request), cluster=cluster, **common)

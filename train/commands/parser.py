@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from ..errors import Refused, is_whole, nearest, one_line, whole
-from ..run import environment
 from . import COMMANDS
 from .completion_values import words
 
@@ -181,15 +180,15 @@ def example_text(examples: Mapping[str, str]) -> str:
 
 
 def parse(parser: Parser, arguments: list[str]) -> Namespace:
-    """Parse the options of a command. `flags` maps the config fields that were given to their text, and `command_line`
-    is the command without secrets.
+    """Parse the options of a command. `flags` maps the config fields that were given to their text, and `words` are
+    those of the command line.
 
     Raises:
         Refused: an argument is unknown, lacks its value, or is not allowed here.
     """
     end = arguments.index("--") if "--" in arguments else len(arguments)
     options = parser.parse_args(_in_order(parser, arguments[:end]), Namespace(flags={}))
-    options.command_line = environment.shown([*parser.prog.split(), *arguments])
+    options.words = [*parser.prog.split(), *arguments]
     if any(getattr(options, name) is not None for name in parser.rest):
         options.arguments = arguments[end + 1 :]
     elif arguments[end:]:

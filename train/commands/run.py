@@ -36,9 +36,10 @@ def run(options: Namespace, runs: Path) -> int:
     check_now(request, runs)
     from ..launcher import foreground
     from ..launcher.launches import NewRun
+    from ..run import environment
 
     new = NewRun(
         **vars(request),
-        runs=str(runs), name=options.name or "", nproc=str(spawn or 1), command_line=options.command_line,
+        runs=str(runs), name=options.name or "", nproc=str(spawn or 1), command_line=environment.shown(options.words),
     )  # fmt: skip
     return foreground.run(new, is_spawned=spawn is not None)

@@ -33,7 +33,8 @@ from ..launcher import keeper
 from ..run import heartbeat, states
 from ..run.run_folder import seconds_of
 from ..run.spec import spec_of
-from .status import Runs, RunStatus, doing
+from .runs import Runs
+from .status import RunStatus, doing
 
 log = logging.getLogger("train.exporter")
 

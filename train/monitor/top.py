@@ -16,7 +16,8 @@ from ..errors import one_line
 from ..format import figure
 from ..gpus import Gpus, GpuState, process_of
 from ..run import states
-from .status import MOST_RANKS, Rank, Runs, RunStatus, doing
+from .runs import Runs
+from .status import MOST_RANKS, Rank, RunStatus, doing
 
 _NONE = "-"
 _WAITING = (states.CREATED, states.QUEUED, states.INTERRUPTED, states.COPY)

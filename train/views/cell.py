@@ -87,22 +87,28 @@ def html(one: RunStatus, more: Iterable[str] = ()) -> str:
     elif step:
         parts.append(f"step {step}")
     parts += [f"{duration(left)} left"] if left is not None else []
-    parts += [escape(f"{name} {figure(value)}") for name, value in _metrics(one) if value is not None]
+    lines = metrics.sampled(one.run)
+    parts += [escape(f"{name} {figure(value)}") for name, value in _metrics(one, lines) if value is not None]
     rows = [" &nbsp; ".join(parts)]
     if total:
         share = min(max(step / total, 0.0), 1.0)
         bar = f'<div style="width: {share:.2%}; height: 100%; background: {colour}"></div>'
         track = "height: 6px; max-width: 520px; background: rgba(128, 128, 128, 0.25); margin: 5px 0"
         rows.append(f'<div style="{track}">{bar}</div>')
-    rows.append(_curve(_losses(metrics.sampled(one.run))))
+    rows.append(_curve(_losses(lines)))
     small = [one.reason, *more, one.next_command]
     rows += [f'<div style="opacity: 0.75; font-size: 12px">{escape(text)}</div>' for text in small if text]
     return f'<div style="font-size: 13px; line-height: 1.5">{"".join(row for row in rows if row)}</div>'
 
 
-def _metrics(one: RunStatus) -> list[tuple[str, float | None]]:
-    """Return the last loss of training, the metrics of the last evaluation and those of a script, by name."""
-    evaluated = [(f"eval {name}" if name == "loss" else name, value) for name, value in one.metrics.items()]
+def _metrics(one: RunStatus, lines: list[metrics.Line]) -> list[tuple[str, float | None]]:
+    """Return the last loss of training, the metrics of the last evaluation and those of a script, by name.
+
+    The evaluation is one of these lines: while a cell waits, `one.metrics` would search the whole file each second.
+    """
+    known = one.record.get("metrics") or {}
+    last = next((line["eval"] for line in reversed(lines) if metrics.is_evaluation(line)), known)
+    evaluated = [(f"eval {name}" if name == "loss" else name, value) for name, value in last.items()]
     own = [(name, value) for name, value in (one.record.get("last_figures") or {}).items() if name != "loss"]
     return [("loss", one.record.get("loss")), *evaluated[:8], *own[:8]]
 
