@@ -15,13 +15,30 @@ REFUSED = "never"
 """Prefix of the names of runs that are refused: no folder is left."""
 
 
-def names(function: ast.FunctionDef) -> Iterator[str]:
-    """Yield the names that a test writes out: engine.run("NAME"), engine.fork("OF", "NAME") and "--name", "NAME"."""
+def namers(module: ast.Module) -> dict[str, int]:
+    """The helpers of a file that pass a parameter on as --name: their names, and the place of that parameter."""
+    found = {}
+    for function in (one for one in module.body if isinstance(one, ast.FunctionDef)):
+        places = {one.arg: place for place, one in enumerate(function.args.args)}
+        for call in (node for node in ast.walk(function) if isinstance(node, ast.Call)):
+            for word, after in itertools.pairwise(call.args):
+                if isinstance(word, ast.Constant) and word.value == "--name" and isinstance(after, ast.Name):
+                    found |= {function.name: places[after.id]} if after.id in places else {}
+    return found
+
+
+def names(function: ast.FunctionDef, helpers: dict[str, int]) -> Iterator[str]:
+    """Yield the names that a test writes out, also for a helper.
+
+    They are in engine.run("NAME"), engine.fork("OF", "NAME") and "--name", "NAME".
+    """
     for call in (node for node in ast.walk(function) if isinstance(node, ast.Call)):
         words = [one.value if isinstance(one, ast.Constant) else None for one in call.args]
         match call.func:
             case ast.Attribute(value=ast.Name(id="engine" | "steady"), attr="run" | "fork" as attr):
                 found = words[:1] if attr == "run" else words[1:2]
+            case ast.Name(id=helper) if helper in helpers:
+                found = words[helpers[helper] : helpers[helper] + 1]
             case _:
                 found = [after for word, after in itertools.pairwise(words) if word == "--name"]
         yield from (one for one in found if isinstance(one, str) and not one.startswith(REFUSED))
@@ -30,9 +47,10 @@ def names(function: ast.FunctionDef) -> Iterator[str]:
 def test_a_shared_folder_has_one_run_of_each_name() -> None:
     users = defaultdict(set)
     for file in sorted(FOLDER.rglob("test_*.py")):
-        for function in ast.parse(file.read_text()).body:
+        module = ast.parse(file.read_text())
+        for function in module.body:
             if isinstance(function, ast.FunctionDef) and SHARED & {one.arg for one in function.args.args}:
-                for name in names(function):
+                for name in names(function, namers(module)):
                     users[name].add(f"{file.relative_to(FOLDER)}: {function.name}")
     assert len(users) > 100
     assert not {name: tests for name, tests in users.items() if len(tests) > 1}

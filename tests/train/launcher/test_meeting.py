@@ -50,10 +50,10 @@ def ended(station: Station, name: str, text: str, ranks: int = 2) -> dict[str, A
 
 def test_ranks_that_end_without_having_met_are_warned_of(shared_station: Station) -> None:
     station = shared_station
-    assert ended(station, "plain", PLAIN)["unmet"] == WARNING
-    assert station.ok("logs", "plain").stdout.endswith(f"loss 0.1\nwarning: {WARNING}\n")
-    assert "not met" not in station.ok("logs", "plain", "--rank", 1).stdout
-    assert f"  warning      {WARNING}\n" in station.ok("show", "plain", env={"COLUMNS": "999"}).stdout
+    assert ended(station, "apart", PLAIN)["unmet"] == WARNING
+    assert station.ok("logs", "apart").stdout.endswith(f"loss 0.1\nwarning: {WARNING}\n")
+    assert "not met" not in station.ok("logs", "apart", "--rank", 1).stdout
+    assert f"  warning      {WARNING}\n" in station.ok("show", "apart", env={"COLUMNS": "999"}).stdout
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import resource
+import signal
 import subprocess
 import sys
 import time
@@ -139,6 +140,7 @@ def test_the_death_of_a_data_worker_that_torch_turns_into_another_error_is_told(
     worker = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
     worker.start()
     assert worker.pid is not None
+    earlier = signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # a loader of an earlier test has set torch's handler
     torch._C._set_worker_pids(id(worker), (worker.pid,))
     try:
         worker.kill()
@@ -151,6 +153,7 @@ def test_the_death_of_a_data_worker_that_torch_turns_into_another_error_is_told(
     finally:
         torch._C._remove_worker_pids(id(worker))
         worker.join()
+        signal.signal(signal.SIGCHLD, earlier)
     found = failure_of(caught.value, None)
     assert f"DataLoader worker (pid {worker.pid}) is killed by signal: Killed" in found["reason"]
     assert not found["recurs"] and not found["is_own"]
