@@ -35,9 +35,9 @@ def add_arguments(parser: Parser) -> None:
 
 def run(options: Namespace, runs: Path) -> int:
     """Evaluate the checkpoint and print the metrics."""
+    from .. import programs
     from ..run import best, durable, folders, owner
     from ..run.spec import read_spec
-    from ..supervise import programs
 
     run = owner.opened(folders.find(runs, options.name))
     spec, flags = read_spec(run), options.flags

@@ -52,11 +52,10 @@ def run(options: Namespace, runs: Path) -> int:
 
 def start(options: Namespace, runs: Path) -> str:
     """Start the new run inside tmux, for the command and for Python. Return its name."""
-    from .. import config, tasks
+    from .. import config, programs, tasks
     from ..launcher.launches import Fork
     from ..run import best, environment, folders, owner
     from ..run.spec import spec_of
-    from ..supervise import programs
 
     of = owner.opened(folders.find(runs, options.name))
     record, restarts = of.read(), number("max-restarts", options.max_restarts)

@@ -114,11 +114,10 @@ def check(options: Namespace, request: Request, runs: Path) -> None:
         raise Refused("--config is for tasks; give the arguments of a script after --")
     if options.nnodes is not None:
         raise Refused("--nnodes is for tasks; start a script on several machines with torchrun")
-    from ..launcher import script
-    from ..run import figures
+    from ..scripts import check, reader
 
-    figures.check(options.figures or [])
-    script.check_now(
+    reader.check(options.figures or [])
+    check.check_now(
         options.script or "", module=options.module or "", arguments=options.arguments, on_restart=options.on_restart,
         flags=options.flags,
     )  # fmt: skip

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import time
 
-from .. import screen, signals
+from .. import programs, screen, signals
 from ..errors import EXIT_FAILED, EXIT_FINISHED, Refused
 from ..run import states
 from ..run.record import Record
 from ..run.run_folder import Run
 from ..run.spec import spec_of
-from ..supervise import attempts, programs
+from ..supervise import attempts
 
 
 def stop(run: Run, program: programs.Program, *, now: bool) -> tuple[int, str]:

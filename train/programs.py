@@ -14,28 +14,26 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
-from .. import variables
-from ..errors import EXIT_REFUSED, Refused
-from ..run import imports, states
-from ..run import spec as specs
-from ..run.outcome import first_fault
-from ..run.record import Attempt, Record
-from ..run.run_folder import Lock, Run
-from ..run.spec import Spec
-from . import diagnose, last_words, meeting, script_command
-from .decide import Death, Facts, LaunchMode
+from . import variables
+from .errors import EXIT_REFUSED, Refused
+from .run import imports, states
+from .run import spec as specs
+from .run.outcome import first_fault
+from .run.record import Attempt, Record
+from .run.run_folder import Lock, Run
+from .run.spec import Spec
+from .scripts.command import BEGINS_ANEW, healthy_minutes
+from .supervise import diagnose, last_words
+from .supervise.decide import Death, Facts, LaunchMode
 
 if TYPE_CHECKING:
-    from ..zygote.client import Zygote
-    from .health import Health, Kill
-    from .ranks import Peers, Ranks
+    from .supervise.health import Health, Kill
+    from .supervise.ranks import Peers, Ranks
+    from .zygote.client import Zygote
 
 Say = Callable[[str], None]
 KEEPER_TRIES = 3
 """Maximum number of resumes of a task by the keeper in a row without a new checkpoint. The next death fails the run."""
-BEGINS_ANEW = "begins at step 0, unless the script loads its own checkpoint"
-"""What a restart does without --on-restart and without a session."""
-SAY_HOW = "if it can continue: --on-restart 'ARGS' ('' if it does so by itself)"
 _KILLED_FROM_OUTSIDE = (-signal.SIGKILL, -signal.SIGSEGV, -signal.SIGBUS)
 """Exit codes of a script's rank that was killed. Errors of other ranks are then only consequences."""
 
@@ -71,10 +69,6 @@ class Program(abc.ABC):
             say: Prints a line on the terminal.
         """
 
-    def edited(self, spec: Spec, name: str) -> list[str]:
-        """Return warnings about files that a start runs as they are now, if they have changed since the launch."""
-        return []
-
     @abc.abstractmethod
     def first_step(self, newest: int) -> int | None:
         """Return the step after which an attempt continues, given that of the newest state; None: unknown."""
@@ -95,6 +89,10 @@ class Program(abc.ABC):
             Refused: it has none, or they cannot be written.
         """
         raise NotImplementedError(self.name)  # check_can refuses it
+
+    def now(self, record: Record) -> Program:
+        """Return the program as the record says by now: a script may have opened a session."""
+        return of_record(record)
 
     # --- what its ranks show
 
@@ -198,19 +196,19 @@ class Task(Program):
     name, default_restarts, shows_log, unseen = specs.TASK, specs.MAX_RESTARTS, False, "starting"
 
     def imports(self) -> tuple[Sequence[str], str]:
-        from ..zygote.client import CHECKS, RANKS
+        from .zygote.client import CHECKS, RANKS
 
         return (*CHECKS, *RANKS), CHECKS[-1]
 
     def export(self, run: Run, spec: Spec, target: Path, *, step: int | None, which: str) -> int:
-        from ..trainer.export import MODEL, export
+        from .trainer.export import MODEL, export
 
         return export(run, spec, target, step=step, which=which or MODEL)
 
     def ranks(
         self, run: Run, *, spec: Spec, lock: Lock, count: int, zygote: Zygote, nodes: Peers | None, say: Say
     ) -> Ranks:
-        from .ranks import TaskRanks
+        from .supervise.ranks import TaskRanks
 
         return TaskRanks(run, spec, lock=lock, count=count, zygote=zygote, nodes=nodes)
 
@@ -218,9 +216,9 @@ class Task(Program):
         return newest
 
     def health(self, run: Run, spec: Spec, *, attempt: int, ranks: Iterable[int], kill: Kill) -> Health:
-        from .health import TaskHealth
+        from .supervise.health import TaskHealth
 
-        return TaskHealth(spec.config, run.logs(attempt), ranks, kill)
+        return TaskHealth(spec.config, run.logs(attempt), ranks, kill=kill)
 
     def reports_end(self, facts: Facts) -> bool:
         return True
@@ -314,44 +312,24 @@ class Script(Program):
     }
 
     def imports(self) -> tuple[Sequence[str], str]:
-        from ..zygote.client import SCRIPT
+        from .zygote.client import SCRIPT
 
         return SCRIPT, SCRIPT[-1]
 
     def ranks(
         self, run: Run, *, spec: Spec, lock: Lock, count: int, zygote: Zygote, nodes: Peers | None, say: Say
     ) -> Ranks:
-        from .ranks import ScriptRanks
+        from .scripts.ranks import ScriptRanks
 
-        starts = script_command.Starts(spec)
-
-        def command(attempt: int) -> script_command.Start:
-            has_failed = script_command.has_failed(run.attempts()[:-1], 60 * healthy_minutes(spec))
-            arguments, line = starts.arguments(run.path, attempt, has_failed)
-            for text in (*self.edited(spec, run.name), *filter(None, [line])):
-                say(text)
-            program = ["-m", spec.script_module] if spec.script_module else [spec.script]
-            sources = [Path(name) for name in (spec.script, *spec.script_files) if name.endswith(".py")]
-            has_port = bool(script_command.ports_set(sources))
-            return script_command.Start([*program, *arguments], line, has_port, meeting.asks_rank(sources))
-
-        return ScriptRanks(run, lock, count, zygote, command)
-
-    def edited(self, spec: Spec, name: str) -> list[str]:
-        changed = imports.changed(spec.script_files)
-        return [f"{changed} changed since {name} was launched; the new version runs"] if changed else []
+        return ScriptRanks(run, spec, lock=lock, count=count, zygote=zygote, say=say)
 
     def first_step(self, newest: int) -> int | None:
         return None
 
     def health(self, run: Run, spec: Spec, *, attempt: int, ranks: Iterable[int], kill: Kill) -> Health:
-        from .health import ScriptHealth
-        from .script_figures import ScriptFigures
+        from .scripts.health import ScriptHealth
 
-        def tell(text: str) -> None:
-            run.note(reason=f"{text}; to end it: train stop {run.name} --now")
-
-        return ScriptHealth(ScriptFigures(run, spec, attempt), run.logs(attempt), spec.watch, ranks, kill, tell)
+        return ScriptHealth(run, spec, attempt=attempt, ranks=ranks, kill=kill)
 
     def reports_end(self, facts: Facts) -> bool:
         return bool(facts.outcomes)
@@ -393,7 +371,7 @@ class Script(Program):
     def out_of_restarts(self, facts: Facts, deaths: int, why: str) -> tuple[str | None, str]:
         if facts.max_restarts == 0:
             return states.FAILED, why
-        return states.FAILED, f"died {_times(deaths)} before it had run {facts.healthy_minutes:g} minutes: {why}"
+        return states.FAILED, f"died {_times(deaths)} {facts.no_progress}: {why}"
 
     def ran_well(self, spec: Spec, seconds: float) -> bool:
         return seconds >= 60 * healthy_minutes(spec)
@@ -457,7 +435,7 @@ class Session(Script):
     }
 
     def export(self, run: Run, spec: Spec, target: Path, *, step: int | None, which: str) -> int:
-        from ..trainer.export import export_registered
+        from .trainer.export import export_registered
 
         return export_registered(run, target, step=step, name=which)
 
@@ -506,13 +484,6 @@ def of_record(record: Record) -> Program:
 def knows_steps(attempt: Attempt) -> bool:
     """Whether the steps of an attempt are known."""
     return attempt.get("from_step") is not None
-
-
-def healthy_minutes(spec: Spec) -> float:
-    """Return the minutes an attempt of a script must run to count as progress (watch.healthy_minutes)."""
-    from .. import config
-
-    return float(spec.watch.get("healthy_minutes") or config.Watch.healthy_minutes)
 
 
 def _in_log(facts: Facts, rank: int) -> diagnose.Cause | None:

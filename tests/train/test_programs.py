@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 
+from train import programs
 from train.errors import Refused
 from train.launcher import resumable, stopping
 from train.monitor.status import RunStatus
 from train.run import folders, spec, states
 from train.run.run_folder import Run
-from train.supervise import programs
+from train.scripts.command import BEGINS_ANEW
 from train.views import listing, report
 
 OF_TASK = {"task": "task.py", "task_source": "/home/ada/net.py", "max_restarts": 3}
@@ -37,7 +38,7 @@ def made(tmp_path: Path, **values: Any) -> Run:
         (lambda program, it: program.restarts(dataclasses.replace(it, max_restarts=None, on_restart=())), 3, 3),
         (lambda program, it: program.restarts(dataclasses.replace(it, max_restarts=0, on_restart=("-r",))), 0, 0),
         (lambda program, it: program.continues(it), True, False),
-        (lambda program, it: program.on_restart(it), "", programs.BEGINS_ANEW),
+        (lambda program, it: program.on_restart(it), "", BEGINS_ANEW),
         (
             lambda program, it: program.on_restart(dataclasses.replace(it, on_restart=("--from", "a b"))),
             "",
