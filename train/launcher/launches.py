@@ -161,7 +161,7 @@ class Fork(_New):
 
         ranks, visible = choose(self.nproc, self.gpus)
         source = folders.find(Path(self.runs), self.of)
-        if isinstance(programs.of_record(source.read()), programs.Script):
+        if not programs.of_record(source.read()).has_fields:
             made, copies, warnings = check.check_fork(
                 source, self.step, arguments=self.arguments, on_restart=self.on_restart, flags=self.flags
             )
@@ -209,16 +209,14 @@ class Resume(_Launch):
 
         run, record = self.run, self.run.read()
         ranks, visible = choose_again(run, record, nproc=self.nproc, gpus=self.gpus, now=self.visible)
-        if isinstance(programs.of_record(record), programs.Script):
+        program = programs.of_record(record)
+        program.check_options({"on_restart": self.on_restart, "figures": self.figures})
+        if not program.has_fields:
             fields, warnings = check.check_again(run, self.flags, self.on_restart)
             if self.figures is not None:
                 reader.check(self.figures)
                 fields["figures"] = self.figures
             return Plan(files={}, record=fields, warnings=warnings, ranks=ranks, visible=visible)
-        if self.on_restart is not None:
-            raise Refused(f"--on-restart is for scripts, and {run.name} runs a task, which continues by itself")
-        if self.figures is not None:
-            raise Refused(f"--figures is for scripts, and {run.name} runs a task, which writes its metrics itself")
         from .. import config as configuration
         from .resume import prepare_resume
 

@@ -22,8 +22,8 @@ def stop(run: Run, program: programs.Program, *, now: bool) -> tuple[int, str]:
     run = run.held()  # the run may be renamed meanwhile
     while True:
         if run.alive():
-            if not now and (remark := program.stop_remark(run.name)):
-                screen.remark(remark)
+            if program.stop_remark and not now:
+                screen.remark(program.stop_remark.format(name=run.name))
             ask_to_stop(run, states.NOW if now else states.POLITE)
         record = run.read_effective()
         if not (record["state"] in (states.INTERRUPTED, states.COPY) or states.rests_by_itself(record)):
