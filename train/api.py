@@ -304,8 +304,10 @@ class Run:
             arguments: Other arguments for a script, as for `launch`.
             options: Flags of `train fork`: name="second", checkpoint="best", optim={"lr": 0.01}.
         """
-        is_script = bool(self._run().read().get("script"))
-        asked = _options("fork", [self.name], {"runs": self.runs, **options}, arguments, is_script)
+        from . import programs
+
+        has_fields = programs.of_record(self._run().read()).has_fields
+        asked = _options("fork", [self.name], {"runs": self.runs, **options}, arguments, has_fields)
         return Run(self.runs, cli.carry_out("fork", asked, "start"))
 
     # --- use it
@@ -446,19 +448,19 @@ def _of_program(
     """Return the options of a command about a task or a script; as in `launch`."""
     if task is None and not isinstance(options.get("task", {}), Mapping):
         task = options.pop("task")
-    is_script = options["script"] is not None or options.get("module") is not None
-    return _options(command, [] if task is None else [_task(task)], options, arguments, is_script)
+    has_fields = options["script"] is None and options.get("module") is None
+    return _options(command, [] if task is None else [_task(task)], options, arguments, has_fields)
 
 
 def _options(
     command: str, words: list[str], options: Mapping[str, Any], arguments: str | Sequence[object] = (),
-    is_script: bool = False,
+    has_fields: bool = True,
 ) -> Namespace:  # fmt: skip
     """Return the options of a command, as it parses them from its command line.
 
     Args:
         arguments: What follows after --.
-        is_script: Whether the request is about a script, which takes config fields among its own arguments.
+        has_fields: Whether flags may be config fields. A script has its own arguments instead.
 
     Raises:
         Refused: as the command line refuses it.
@@ -467,7 +469,7 @@ def _options(
     for name, value in _flat(options):
         if name in _OF_COMMAND_LINE:
             raise Refused(f"{name} is for the command line; in Python: run.wait()")
-        if is_script:
+        if not has_fields:
             _check_of_script(made, name, value)
         words = [*words, *_flag(made, name, value)]
     rest = _split(arguments) if isinstance(arguments, str) else [*map(str, arguments)]

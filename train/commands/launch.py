@@ -90,10 +90,15 @@ def launch_of(
     }  # fmt: skip
     if options.task is not None:
         return NewRun(**vars(request), cluster=cluster, **common)
-    return NewScript(
-        options.script or "", module=options.module or "", arguments=options.arguments,
-        on_restart=options.on_restart, flags=options.flags, figures=options.figures or [], **common,
-    )  # fmt: skip
+    return NewScript(**script_of(options), figures=options.figures or [], **common)
+
+
+def script_of(options: Namespace) -> dict[str, Any]:
+    """Return what was said about the script, as its check and its launch take it."""
+    return {
+        "script": options.script or "", "module": options.module or "", "arguments": options.arguments,
+        "on_restart": options.on_restart, "flags": options.flags,
+    }  # fmt: skip
 
 
 def check(options: Namespace, request: Request, runs: Path) -> None:
@@ -110,7 +115,4 @@ def check(options: Namespace, request: Request, runs: Path) -> None:
         return
 
     reader.check(options.figures or [])
-    check.check_now(
-        options.script or "", module=options.module or "", arguments=options.arguments, on_restart=options.on_restart,
-        flags=options.flags,
-    )  # fmt: skip
+    check.check_now(**script_of(options))

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from .. import screen
 from ..errors import EXIT_FAILED, EXIT_FINISHED, Refused
-from .launch import check, launch_of
+from .launch import check, launch_of, script_of
 from .options import add_json, add_ranks, add_script, add_task, request_of
 from .parser import Parser, number
 
@@ -135,14 +135,13 @@ def _is_script(task: str) -> bool:
 
 def _check_session(options: Namespace) -> None:
     """Refuse a script without a session: nothing is known of its state."""
-    from ..run import imports
-    from ..scripts.check import find_module, opens_session
+    from ..scripts.check import check as check_script
 
-    path = find_module(options.module) if options.module else Path(options.script).absolute()
-    sources = [path, *(Path(name) for name in imports.of_script(path) if name.endswith(".py"))]
-    if not any(map(opens_session, sources)):
+    record, _ = check_script(**script_of(options))
+    if not record["expects_session"]:
+        name = Path(record["script"]).name
         raise Refused(
-            f"{path.name} opens no session, so its state is not known; add ts.session() and register what it trains "
+            f"{name} opens no session, so its state is not known; add ts.session() and register what it trains "
             "with: docs/sessions.md"
         )
 

@@ -35,36 +35,34 @@ def check(
     Raises:
         Refused: the file cannot be read, or a field is not for scripts.
     """
-    path, words = check_now(script, module=module, arguments=arguments, on_restart=on_restart, flags=flags)
+    record = check_now(script, module=module, arguments=arguments, on_restart=on_restart, flags=flags)
+    path = Path(record["script"])
     files = imports.of_script(path)
-    record: dict[str, Any] = {
-        "watch": watch_flags(flags), "script": str(path), "script_module": module, "script_arguments": arguments,
-        "on_restart": words, "script_files": files, "cwd": os.getcwd(),
-    }  # fmt: skip
     sources = [path, *(Path(name) for name in files if name.endswith(".py"))]
-    record["expects_session"] = any(map(opens_session, sources))
+    record |= {"script_files": files, "expects_session": any(map(opens_session, sources))}
     warnings = _ports_in_use(sources)
-    if words is None and not record["expects_session"]:
+    if on_restart is None and not record["expects_session"]:
         warnings.append(f"a restart of {path.name} {BEGINS_ANEW}; {SAY_HOW}")
     return record, warnings
 
 
 def check_now(
     script: str, *, module: str, arguments: list[str], on_restart: str | None, flags: dict[str, str]
-) -> tuple[Path, list[str] | None]:
-    """Check what can be checked without a process for it; arguments as in `check`.
-
-    Returns the script's file, and the words of --on-restart.
+) -> dict[str, Any]:
+    """Check what can be checked without a process for it. Returns fields of run.json; arguments as in `check`.
 
     Raises:
         Refused: the file cannot be read, an argument is broken, or a field is not for scripts.
     """
-    watch_flags(flags)
+    watch = watch_flags(flags)
     command.check_arguments(arguments)
     words = None if on_restart is None else command.split(on_restart)
     path = find_module(module) if module else Path(script).absolute()
     check_readable(path, "--module" if module else "--script")
-    return path, words
+    return {
+        "watch": watch, "script": str(path), "script_module": module, "script_arguments": arguments,
+        "on_restart": words, "cwd": os.getcwd(),
+    }  # fmt: skip
 
 
 def check_again(run: Run, flags: dict[str, str], on_restart: str | None) -> tuple[dict[str, Any], list[str]]:

@@ -42,10 +42,6 @@ _SHARE = 0.01
 """Share of one CPU. Threads that only wait (progress bars, watchdogs, a store's keep-alive) use less."""
 
 
-def _is_over(beat: Beat) -> bool:
-    return beat.phase == heartbeat.ENDING
-
-
 class ScriptHealth(TaskHealth):
     """Ends a script that shows no life, and writes its stacks.
 
@@ -80,9 +76,12 @@ class ScriptHealth(TaskHealth):
             for pid in living:
                 self._kill(pid, signal.SIGTERM)
             self._end_in(SCRIPT_GRACE)
-        ranks = zip(self._ranks, started, beats, strict=False)
         # what a session does after its end (an export, say) may take any time, and it ends its process itself
-        running = {rank: pid for rank, pid, beat in ranks if pid in living and not (beat and _is_over(beat))}
+        running = {
+            rank: pid
+            for rank, pid, beat in zip(self._ranks, started, beats, strict=False)
+            if pid in living and not (beat and beat.phase == heartbeat.ENDING)
+        }
         if not exits:
             self._lingering.look(running)
         may_hang = running and not (self.hang or is_stopping)  # after a stop request a script may take any time

@@ -28,6 +28,7 @@ from ..run.heartbeat import Heart
 from ..run.metrics import Lines, metrics_text
 from ..run.outcome import Kind, Outcome
 from ..run.run_folder import Run
+from ..run.spec import TASK, program_of
 from ..signals import CTRL_C
 from . import own_run, waiting
 from .agreement import Agreement
@@ -493,7 +494,7 @@ def _launched_run() -> Run:
         Refused: it is a task's.
     """
     run = Run(Path(os.environ["TRAIN_RUN_DIR"])).held()
-    if not run.read().get("script"):
+    if program_of(run.read()) == TASK:
         raise Refused(
             f"{run.name} runs a task, which needs no session; to run a script: env -u TRAIN_RUN_DIR python FILE"
         )
