@@ -165,18 +165,12 @@ def opens_session(file: Path) -> bool:
 def _ports_in_use(files: Iterable[Path]) -> list[str]:
     """Return a warning if these files set MASTER_PORT to a port that is in use on this machine."""
     for file, port in command.ports_set(files):
-        if not _is_free(port):
+        try:
+            socket.create_server(("127.0.0.1", port)).close()
+        except OSError:
             used = f"{file.name} sets MASTER_PORT to {port}, which is in use on this machine"
             return [f"{used}; leave MASTER_PORT out there: the launcher sets a free one"]
     return []
-
-
-def _is_free(port: int) -> bool:
-    try:
-        socket.create_server(("127.0.0.1", port)).close()
-    except OSError:
-        return False
-    return True
 
 
 def check_readable(path: Path, what: str, remedy: str = "") -> None:

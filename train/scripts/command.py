@@ -9,7 +9,7 @@ import glob
 import os
 import re
 import shlex
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from ..errors import Refused
@@ -178,8 +178,8 @@ def merged(arguments: Sequence[str], more: Sequence[str]) -> list[str]:
     return result + rest
 
 
-def _by_name(words: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
-    """Yield each argument with its name: `--name` with its values, `name=`, or '' for a positional one."""
+def _by_name(words: Sequence[str]) -> list[tuple[str, list[str]]]:
+    """Return each argument with its name: `--name` with its values, `name=`, or '' for a positional one."""
     found: list[tuple[str, list[str]]] = []
     for word in words:
         name, equals, _ = word.partition("=")
@@ -189,7 +189,7 @@ def _by_name(words: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
             found[-1][1].append(word)
         else:
             found.append((name + equals if equals else "", [word]))
-    return iter(found)
+    return found
 
 
 def _without(arguments: list[str], name: str, count: int) -> tuple[list[str], int]:

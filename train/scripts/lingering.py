@@ -72,11 +72,11 @@ class Lingering:
             self._spy, (text, _) = None, process.communicate()
             names = waits_for(text)
             if names is not None:
-                self._say(rank, f" ({', '.join(names[:_MOST])})" if names else "")
-
-    def _say(self, rank: int, names: str) -> None:
-        self._is_told = True
-        self._tell(f"rank {rank} has done its work, but a thread or process that it has started does not end{names}")
+                self._is_told = True
+                shown = f" ({', '.join(names[:_MOST])})" if names else ""
+                self._tell(
+                    f"rank {rank} has done its work, but a thread or process that it has started does not end{shown}"
+                )
 
     def close(self) -> None:
         if self._spy is not None:

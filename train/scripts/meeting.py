@@ -39,18 +39,11 @@ class Meeting:
         self._is_told = self._is_over = False
         self._look_at = time.monotonic() + timeouts.MEET
 
-    def look(self) -> None:
-        """Look at the running ranks. Call this several times per second."""
-        if not self._is_over and time.monotonic() > self._look_at:
-            self._look_at = time.monotonic() + _LOOK_EVERY
-            self._look()
-
-    def end(self) -> None:
-        """Look a last time, before the store ends."""
-        if not self._is_over:
-            self._look()
-
-    def _look(self) -> None:
+    def look(self, is_last: bool = False) -> None:
+        """Look whether the ranks have met. Call this several times per second, and once more before the store ends."""
+        if self._is_over or not (is_last or time.monotonic() > self._look_at):
+            return
+        self._look_at = time.monotonic() + _LOOK_EVERY
         if not self._have_met():
             warning = f"{self._ranks} ranks, but they have not met: without torch.distributed.init_process_group each "
             warning += "rank trains the same; see: docs/scripts.md"

@@ -112,7 +112,7 @@ class ScriptRanks(Ranks):
 
     def _end_rest(self) -> None:
         if self._meeting is not None and [*self._codes.values()] == [0] * self.count:
-            self._meeting.end()
+            self._meeting.look(is_last=True)
         self._end_store()
         super()._end_rest()
 
