@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from .. import config as configuration
 from .. import doing
 from ..checkpoint.extra import Extra
+from ..code import copies
 from ..config import Config
 from ..data import fingerprint as fingerprints
 from ..data.fetch import EVALUATION, TRAINING, BadSample, fetcher, is_indexed_at_once
@@ -29,7 +30,8 @@ from ..data.to_device import prepared
 from ..errors import Refused, TrainingFailed, one_line
 from ..parallel.precision import Precision
 from ..parallel.torch_private import buffers_of
-from ..run import copies, imports, owner
+from ..run import owner
+from ..run.ownership import MODULES
 from ..run.run_folder import Run
 from ..run.spec import Spec
 from ..tasks import Task, load, where
@@ -74,7 +76,7 @@ def _loaded(run: Run, spec: Spec) -> Task:
     except Refused as error:
         if not code.are_copies:
             raise
-        modules = run.path / imports.MODULES
+        modules = run.path / MODULES
         raise Refused(f"{error}; its modules come from {modules}: remove that file to use the originals") from None
 
 

@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from .. import doing, hash_seed, variables
+from ..code import copies, imports
 from ..errors import Refused
 from ..nodes import address
-from ..run import copies, durable, environment, folders, imports, owner, ownership, states, wandb_run
+from ..run import durable, environment, folders, owner, ownership, states, wandb_run
 from ..run.record import Record
 from ..run.run_folder import Lock, Run
 from ..run.spec import read_spec

@@ -22,13 +22,15 @@ from ..build.objects import config_of, task_of
 from ..build.updates import read_updates, spread_updates
 from ..checkpoint import manifest as manifests
 from ..checkpoint.load import load
+from ..code import imports
 from ..config import Config, Parallel
 from ..config.resolve import check_lasts
 from ..data import fingerprint
 from ..errors import Refused, described, one_line
 from ..parallel.precision import cpu_precision
 from ..parallel.world import World
-from ..run import imports, owner
+from ..run import owner
+from ..run.ownership import MODULES
 from ..run.record import Record
 from ..run.run_folder import Run
 from ..run.spec import Spec, spec_of
@@ -50,7 +52,7 @@ from .request import ALONE, Plan, scratch_run_dir
 from .resume import check_data
 from .unused_fields import asked, functions_of, of_functions, of_no_use
 
-_CODE = ("task.py", imports.MODULES)
+_CODE = ("task.py", MODULES)
 """Files with the code of a run."""
 _OF_CODE = ("task", "task_source", "task_imports", "task_watched", "task_sha256")
 """Fields of run.json about the code of a run."""

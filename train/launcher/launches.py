@@ -70,7 +70,7 @@ class NewRun(Request, _New):
     submission: str | None = None
 
     def check(self) -> Plan:
-        from ..run import imports
+        from ..code import imports
         from .checks import prepare
         from .ranks_and_gpus import choose
 
@@ -155,7 +155,7 @@ class Fork(_New):
     on_restart: str | None = None
 
     def check(self) -> Plan:
-        from ..run import imports
+        from ..code import imports
         from . import script
         from .ranks_and_gpus import choose
 

@@ -12,11 +12,12 @@ from ..build import objects, sampling
 from ..build.first_weights import mender
 from ..build.objects import config_of, data_differs, task_of
 from ..checkpoint import manifest as manifests
+from ..code import imports
 from ..config import Config, strategies
 from ..config.resolve import check_changes
 from ..errors import Refused
 from ..parallel.devices import NoGPU
-from ..run import imports, owner, states
+from ..run import owner, states
 from ..run.metrics import evaluations
 from ..run.run_folder import Run
 from ..run.spec import Spec, spec_of

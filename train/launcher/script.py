@@ -11,9 +11,10 @@ from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any
 
+from ..code import imports
 from ..errors import Refused
 from ..gpus import seen_here
-from ..run import imports, log_limit, owner
+from ..run import log_limit, owner
 from ..run.run_folder import Run
 from ..run.spec import read_spec, spec_of
 from ..supervise import programs, script_command

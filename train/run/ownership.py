@@ -21,7 +21,9 @@ from . import durable, environment
 
 STATION, DIGEST = "station", "station_digest"
 """Fields of run.json: the id of the station that has started the run, and the digest with its key. None: no key."""
-_FILES = ("task.py", "modules.zip", "config.toml", environment.FILE)
+MODULES = "modules.zip"
+"""File in the run folder with copies of what the task imports and reads; code/imports.py writes it."""
+_FILES = ("task.py", MODULES, "config.toml", environment.FILE)
 _FIELDS = ("task", "task_source", "script", "script_module", "script_arguments", "on_restart", "cwd", "cluster")
 _KEY_BYTES = 32
 

@@ -137,7 +137,7 @@ class Record(TypedDict):
     task_source: NotRequired[str]
     task_sha256: NotRequired[str]
     task_imports: NotRequired[dict[str, str]]
-    """Maps files that the task needs and of which the run has copies to their digests; see imports.py."""
+    """Maps files that the task needs and of which the run has copies to their digests; see code/imports.py."""
     task_watched: NotRequired[dict[str, str]]
     """Maps files that the task needs and that are not copied to their digests."""
     chosen: NotRequired[list[str]]

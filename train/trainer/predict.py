@@ -23,6 +23,7 @@ from torch import nn
 from ..build import objects
 from ..build.determinism import lay_out
 from ..build.loss import kind_of
+from ..code import imports
 from ..config import Config
 from ..data.fetch import fetcher
 from ..data.order import seed_of
@@ -32,8 +33,9 @@ from ..data.to_device import prepared
 from ..errors import Refused, one_line
 from ..parallel.precision import Precision, precision_on
 from ..parallel.world import World
-from ..run import folders, imports, owner
+from ..run import folders, owner
 from ..run.best import AVERAGE
+from ..run.ownership import MODULES
 from ..run.run_folder import Run
 from ..run.spec import Spec, read_spec
 from ..tasks import Task
@@ -144,8 +146,8 @@ def visited(run: Run, spec: Spec, device: torch.device) -> Iterator[None]:
     """Context manager in which this process may execute the code of a run. Restores the process on exit."""
     seeded = [device] if device.type == "cuda" else []
     own = set()
-    if (run.folder / imports.MODULES).is_file():
-        with zipfile.ZipFile(io.BytesIO(owner.read(owner.opened(run), imports.MODULES))) as kept:
+    if (run.folder / MODULES).is_file():
+        with zipfile.ZipFile(io.BytesIO(owner.read(owner.opened(run), MODULES))) as kept:
             own = {imports.top(name) for name in kept.namelist()}
     with _visiting, torch.random.fork_rng(devices=seeded):
         generators = random.getstate(), np.random.get_state()

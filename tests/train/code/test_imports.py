@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 
 from tests.train.conftest import Station
-from train.run import copies, folders, imports, owner
+from train.code import copies, imports
+from train.run import folders, owner
 from train.run.run_folder import Run
 from train.run.spec import read_spec, spec_of
 

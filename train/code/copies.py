@@ -16,9 +16,11 @@ from pathlib import Path
 from types import CodeType
 from typing import Any, NamedTuple
 
-from . import imports, owner
-from .run_folder import Run
-from .spec import Spec
+from ..run import owner
+from ..run.ownership import MODULES
+from ..run.run_folder import Run
+from ..run.spec import Spec
+from . import imports
 
 _LEVELS = 4
 """Number of folders, from the task's upwards, that the folder of copies links: `Path(__file__).parents[1] / "data"`."""
@@ -44,14 +46,14 @@ def of_run(run: Run, spec: Spec) -> Code:
     source = Path(spec.task_source)
     beside = [source.parent] if source.parent.is_dir() else []
     differ = imports.differing(spec.task_imports)
-    has_copies = (run.folder / imports.MODULES).is_file()
+    has_copies = (run.folder / MODULES).is_file()
     if has_copies and not differ:
-        _hook(_Edited(owner.read(run, imports.MODULES)))
+        _hook(_Edited(owner.read(run, MODULES)))
     if not has_copies or not differ:
         return Code(source if beside else run.path / "task.py", beside, False)
     own = _unpacked(run, source)
     if own.is_dir():
-        with zipfile.ZipFile(io.BytesIO(owner.read(run, imports.MODULES))) as kept:
+        with zipfile.ZipFile(io.BytesIO(owner.read(run, MODULES))) as kept:
             _prefer(own, {imports.top(name) for name in kept.namelist() if name.endswith(".py")})
     is_gone = not beside or any(not path.endswith(".py") for path in differ)
     return Code(own / source.name if is_gone else source, [own, *beside], True)
@@ -68,7 +70,7 @@ def _unpacked(run: Run, source: Path) -> Path:
 
     The first rank creates it. If the run folder is not writable, returns the zip file itself.
     """
-    content = owner.read(run, imports.MODULES)
+    content = owner.read(run, MODULES)
     name = f".code-{hashlib.sha256(content).hexdigest()[:8]}"
     inner = Path(*source.parent.parts[1:][-_LEVELS:])
     own = run.folder / name / inner
@@ -91,7 +93,7 @@ def _unpacked(run: Run, source: Path) -> Path:
                 _link(folder, original)
         except OSError:
             if not own.is_dir():
-                return owner.place_to_import(run, imports.MODULES)
+                return owner.place_to_import(run, MODULES)
     owner.check(run, name)
     return owner.place_to_import(run, f"{name}/{inner}")
 
