@@ -30,7 +30,7 @@ from ..data.to_device import prepared
 from ..errors import Refused, TrainingFailed, one_line
 from ..parallel.precision import Precision
 from ..parallel.torch_private import buffers_of
-from ..run import owner
+from ..run.owner import TrustedRun
 from ..run.ownership import MODULES
 from ..run.run_folder import Run
 from ..run.spec import Spec
@@ -50,27 +50,27 @@ def task_of(run: Run, spec: Spec) -> Task:
     Raises:
         Refused: the copy is gone or broken, or another user's.
     """
-    run = owner.opened(run)
+    run = TrustedRun(run)
     if not spec.task:
-        raise Refused(f"{run.folder / 'run.json'} names no task; put it back")
+        raise Refused(f"{run.path / 'run.json'} names no task; put it back")
     os.environ["TRAIN_RUN_DIR"] = str(run.path)  # for the task's own files, in data workers too
     os.environ["TRAIN_NAME"] = run.name
     task = _loaded(run, spec)
     return task if spec.config.get("overfit") is None else task.to_overfit()
 
 
-def _loaded(run: Run, spec: Spec) -> Task:
+def _loaded(run: TrustedRun, spec: Spec) -> Task:
     if spec.task != "task.py":
         return load(spec.task)
     if not (run.folder / "task.py").is_file():
-        raise Refused(f"{run.folder / 'task.py'} is missing; put the task's copy back")
+        raise Refused(f"{run.path / 'task.py'} is missing; put the task's copy back")
     code = copies.of_run(run, spec)
     try:
         return load(
             "task.py",
             file=run.path / "task.py",
             beside=code.beside,
-            source=owner.read(run, "task.py"),
+            source=run.code("task.py"),
             seen_as=code.seen_as,
         )
     except Refused as error:

@@ -29,7 +29,7 @@ from ..data import fingerprint
 from ..errors import Refused, described, one_line
 from ..parallel.precision import cpu_precision
 from ..parallel.world import World
-from ..run import owner
+from ..run.owner import TrustedRun
 from ..run.ownership import MODULES
 from ..run.record import Record
 from ..run.run_folder import Run
@@ -99,7 +99,7 @@ def _digests(record: dict[str, Any]) -> dict[str, str]:
 
 
 @scratch_run_dir()
-def prepare_fork(run: Run, step: int, flags: dict[str, str], ranks: int, file: str | None = None) -> Plan:
+def prepare_fork(own: TrustedRun, step: int, flags: dict[str, str], ranks: int, file: str | None = None) -> Plan:
     """Check a new run that continues from a checkpoint of this one, with these changes.
 
     Args:
@@ -109,9 +109,8 @@ def prepare_fork(run: Run, step: int, flags: dict[str, str], ranks: int, file: s
     Raises:
         Refused: it cannot continue so.
     """
-    mine = owner.opened(run)
-    record = mine.read()
-    spec = spec_of(record, mine.read_config())
+    record, run = own.read(), own.by_path()
+    spec = spec_of(record, own.read_config())
     given = Path(file) if file is not None else None
     code = _own(run, spec) if given is None else _of_file(run, given, flags)
     config = _config(run, step, code, flags)

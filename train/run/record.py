@@ -199,7 +199,7 @@ class Record(TypedDict):
     submission: NotRequired[str]
     """Id of the submission, by which the engine's jobs of the run are found."""
     owner: NotRequired[str]
-    """The owner, if that is another user. Only in the output of `train ls` and `train show`."""
+    """The owner, if that is another user. Never in the file: reading the effective state adds it."""
     refused: NotRequired[Any]
     """Set if this machine cannot join the other machines of the run."""
 
