@@ -135,8 +135,8 @@ def _is_script(task: str) -> bool:
 
 def _check_session(options: Namespace) -> None:
     """Refuse a script without a session: nothing is known of its state."""
+    from ..code import imports
     from ..launcher import script
-    from ..run import imports
 
     path = script.find_module(options.module) if options.module else Path(options.script).absolute()
     sources = [path, *(Path(name) for name in imports.of_script(path) if name.endswith(".py"))]

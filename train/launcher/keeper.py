@@ -19,7 +19,7 @@ from pathlib import Path
 
 from .. import hash_seed, screen
 from ..errors import EXIT_FINISHED, Refused, one_line
-from ..run import folders, owner, ownership, run_folder, states
+from ..run import folders, ownership, run_folder, states
 from ..run.run_folder import Run
 from ..supervise import programs
 from ..zygote import client as zygote
@@ -87,23 +87,28 @@ class _Log:
             screen.say(f"{run_folder.now()} {run.name}: {text}")
 
 
+def _sign_of_life() -> Path:
+    """Return the file that a keeper of this user touches while it lives. Raises OSError without a home folder."""
+    return ownership.state_folder() / "keeper"
+
+
 def touch_sign_of_life() -> None:
     """Give the keeper's sign of life, if the state folder is writable."""
     with contextlib.suppress(OSError):
-        ownership.state_folder().mkdir(mode=0o700, parents=True, exist_ok=True)
-        (ownership.state_folder() / "keeper").touch(mode=0o600)
+        _sign_of_life().parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        _sign_of_life().touch(mode=0o600)
 
 
 def remove_sign_of_life() -> None:
     """Remove the sign of life of a keeper that ends on request."""
     with contextlib.suppress(OSError):
-        (ownership.state_folder() / "keeper").unlink()
+        _sign_of_life().unlink()
 
 
 def last_seen() -> float | None:
     """Return when a keeper of this user last gave a sign of life, in seconds since the epoch. None: no keeper runs."""
     with contextlib.suppress(OSError):
-        return (ownership.state_folder() / "keeper").stat().st_mtime
+        return _sign_of_life().stat().st_mtime
     return None
 
 
@@ -178,9 +183,7 @@ def _resume_if_interrupted(run: Run, tell: _Log, ended: threading.Event) -> None
     # for a moment between its creation and its first attempt a run has no process
     is_stillborn = record["state"] == states.CREATED and not run.alive() and not resumable.is_kept_elsewhere(record)
     is_stillborn &= time.time() - (run.folder / "run.json").stat().st_mtime > 30
-    is_wanted = (
-        (ownership.was_started_here(run.folder, record) or None) if is_stillborn else resumable.is_resumable(run)
-    )
+    is_wanted = (run.was_started_here(record) or None) if is_stillborn else resumable.is_resumable(run)
     program = programs.of_record(record)
     if is_wanted is None:
         tell(run, f"left alone, because it counts as a copy; to continue it: train resume {run.name}")
@@ -192,7 +195,6 @@ def _resume_if_interrupted(run: Run, tell: _Log, ended: threading.Event) -> None
         return
     if ended.is_set() or not is_wanted:
         return
-    owner.opened(run)
     launch = Resume(runs=str(run.folder.parent), name=run.name, by_keeper=True)
     for line in launch.start(ended.is_set):
         tell(run, f"warning: {line}")

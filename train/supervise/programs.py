@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 from .. import variables
+from ..code import imports
 from ..errors import EXIT_REFUSED, Refused
-from ..run import imports, states
 from ..run import spec as specs
+from ..run import states
 from ..run.outcome import first_fault
 from ..run.record import Attempt, Record
 from ..run.run_folder import Lock, Run

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from train.code import imports
 from train.launcher import script
-from train.run import imports
 from train.supervise.programs import BEGINS_ANEW
 
 
