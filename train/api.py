@@ -396,8 +396,8 @@ class Run:
 
     def _chosen(self, checkpoint: int | str | None, use: str, weights: str = "") -> tuple[int | None, str]:
         """Return the step that `checkpoint` means (None: the newest one), and which weights; `weights`: asked for."""
+        from . import programs
         from .run.spec import read_spec
-        from .supervise import programs
 
         spec = read_spec(run := self._run())
         programs.of(spec).check_can(use, run.name)

@@ -27,9 +27,9 @@ def add_arguments(parser: Parser) -> None:
 
 def run(options: Namespace, runs: Path) -> int:
     """Write the file, and print the command that resumes the run on another machine."""
+    from .. import programs
     from ..cluster import jobs
     from ..run import durable, folders, ownership
-    from ..supervise import programs
 
     found = folders.find(runs, options.name)
     record, target = found.read(), Path(f"{found.name}.tar" if options.to is None else options.to)

@@ -35,9 +35,9 @@ def add_arguments(parser: Parser) -> None:
 
 def run(options: Namespace, runs: Path) -> int:
     """Evaluate the checkpoint and print the metrics."""
+    from .. import programs
     from ..run import best, durable, folders
     from ..run.spec import read_spec
-    from ..supervise import programs
 
     run = folders.find_trusted(runs, options.name)
     spec, flags = read_spec(run), options.flags

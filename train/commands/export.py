@@ -35,9 +35,9 @@ def add_arguments(parser: Parser) -> None:
 
 def run(options: Namespace, runs: Path) -> int:
     """Write the file."""
+    from .. import programs
     from ..run import best, durable, folders
     from ..run.spec import read_spec
-    from ..supervise import programs
 
     target = Path(options.to).absolute()
     if options.weights == "trained" and target.suffix == ".onnx":

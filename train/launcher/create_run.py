@@ -9,17 +9,17 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from .. import doing, hash_seed, variables
+from .. import doing, hash_seed, programs, variables
 from ..code import copies, imports
 from ..errors import Refused
 from ..nodes import address
+from ..programs import Program
 from ..run import durable, environment, folders, ownership, states, wandb_run
 from ..run.record import Record
 from ..run.run_folder import Lock, Run
 from ..run.spec import read_spec
-from ..supervise import attempts, programs
+from ..supervise import attempts
 from ..supervise.decide import CODES
-from ..supervise.programs import Program
 from ..zygote.client import Zygote, acquire
 from . import ranks_and_gpus, resumable
 from .request import Launch, OpenedRun, Plan, numbers_of

@@ -17,11 +17,11 @@ import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from .. import hash_seed, screen
+from .. import hash_seed, programs, screen
 from ..errors import EXIT_FINISHED, Refused, one_line
 from ..run import folders, ownership, run_folder, states
 from ..run.run_folder import Run
-from ..supervise import programs
+from ..scripts.command import BEGINS_ANEW
 from ..zygote import client as zygote
 from . import mirrored, resumable, stopping, tmux
 from .launches import Resume
@@ -188,7 +188,7 @@ def _resume_if_interrupted(run: Run, tell: _Log, ended: threading.Event) -> None
     if is_wanted is None:
         tell(run, f"left alone, because it counts as a copy; to continue it: train resume {run.name}")
     elif is_wanted and not resumable.keeper_may_start(record):
-        why = f"it is a {program.name} whose restart {programs.BEGINS_ANEW}"
+        why = f"it is a {program.name} whose restart {BEGINS_ANEW}"
         if record.get("max_restarts") == 0:
             why = f"it is a {program.name} with --max-restarts 0"
         tell(run, f"left alone, because {why}; to start it again: train resume {run.name}")

@@ -91,8 +91,8 @@ class Facts:
     deaths: int = 0
     """Number of deaths in a row without progress before this one."""
     max_restarts: int = 0
-    healthy_minutes: float = 0.0
-    """Minutes after which an attempt of a script counts as progress."""
+    no_progress: str = ""
+    """The end of `died 3 times …`: how long the run has made no progress."""
     lost: str = ""
     """Names of the nodes that are gone with all their ranks."""
     regroup: str = ""
@@ -117,6 +117,7 @@ class Death:
     """Whether a new attempt would die in the same way."""
     rank: int | None
     """The rank that died first, if known."""
+    _: dataclasses.KW_ONLY
     is_raised: bool = False
     """Whether the cause was an exception that the rank itself reported."""
 
@@ -127,7 +128,7 @@ class Death:
 
 
 class Judge(Protocol):
-    """What the program of a run says about the end of an attempt; see programs.py."""
+    """What the program of a run says about the end of an attempt; see train/programs.py."""
 
     def reports_end(self, facts: Facts) -> bool:
         """Whether ranks report how they end. Otherwise exit codes of 0 mean that the run finished, and any end after a

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from train import signals
+from train import programs, signals
 from train.nodes.node_reports import merged, report_of
 from train.run.outcome import Kind, Outcome
-from train.supervise import memory, programs
+from train.supervise import memory
 from train.supervise.decide import Decision, Facts, LaunchMode, StopCause, decide, who_died
 
 pytestmark = pytest.mark.never_forgiven
@@ -48,7 +48,7 @@ BUSY = TRACEBACK + "RuntimeError: can't start new thread\n"
 def facts(mode: LaunchMode, outcomes: tuple[Outcome, ...] = (), **more: Any) -> Facts:
     """Of a run `a` on two ranks that may be started again three times."""
     given: dict[str, Any] = {
-        "name": "a", "program": programs.TASK, "ranks": 2, "max_restarts": 3, "healthy_minutes": 10.0,
+        "name": "a", "program": programs.TASK, "ranks": 2, "max_restarts": 3, "no_progress": "without a new checkpoint",
         "refused_at": "8 GiB",
     }  # fmt: skip
     return Facts(mode=mode, outcomes={each.rank: each for each in outcomes}, **given | more)
@@ -60,7 +60,8 @@ def died(rank: int, reason: str, recurs: bool, at: float = 1.0) -> Outcome:
 
 def of_script(outcomes: tuple[Outcome, ...] = (), **more: Any) -> Facts:
     """Of a script, which by default is never started again."""
-    return facts(LAUNCHED, outcomes, program=programs.SCRIPT, **{"max_restarts": 0} | more)
+    given = {"program": programs.SCRIPT, "no_progress": "before it had run 10 minutes", "max_restarts": 0}
+    return facts(LAUNCHED, outcomes, **given | more)
 
 
 finished = Outcome(rank=0, kind=Kind.FINISHED, step=9, figures={"weights_sha256": "ab", "epoch": 1})

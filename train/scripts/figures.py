@@ -1,6 +1,6 @@
 """The figures of a script while it runs: follows the lines of metrics.jsonl, and notes the last ones in run.json.
 
-The script or its session writes these lines. With --figures a process of run/figures.py writes them, from the output
+The script or its session writes these lines. With --figures a process of reader.py writes them, from the output
 of rank 0 or from TensorBoard's files. That process may take any time and memory without harm to the agent.
 """
 
@@ -16,10 +16,10 @@ from .. import module_runner
 from ..errors import Refused, shortened
 from ..gpus import VISIBLE
 from ..run import metrics
-from ..run.figures import TENSORBOARD
 from ..run.metrics import Line
 from ..run.run_folder import Run
 from ..run.spec import Spec
+from .reader import TENSORBOARD
 
 _NOTE_EVERY = 1.0
 """Seconds between two notes in run.json, which is rewritten as a whole."""
@@ -45,7 +45,7 @@ class ScriptFigures:
             run.note(figures_problem="")
         self._reader: subprocess.Popen[bytes] | None = None
         if spec.figures:
-            command = module_runner.command("train.run.figures", str(run.path), str(attempt), str(os.getpid()))
+            command = module_runner.command("train.scripts.reader", str(run.path), str(attempt), str(os.getpid()))
             with contextlib.suppress(OSError):
                 self._reader = subprocess.Popen(
                     command, cwd="/", env={**os.environ, VISIBLE: ""}, start_new_session=True,
