@@ -19,6 +19,7 @@ from pathlib import Path
 
 from .. import hash_seed, programs, screen
 from ..errors import EXIT_FINISHED, Refused, one_line
+from ..helper import Helper
 from ..run import folders, ownership, run_folder, states
 from ..run.run_folder import Run
 from ..scripts.command import BEGINS_ANEW
@@ -39,26 +40,9 @@ _at_once = threading.Semaphore(8)
 """Limits how many runs are handled at the same time."""
 
 
-class _Lender:
-    """Holds the zygote that launches borrow, and starts it again when it has ended, as it does when packages change."""
-
-    def __init__(self) -> None:
-        self._process: subprocess.Popen[bytes] | None = None
-        self._at = -LEND_AGAIN
-
-    def keep(self) -> None:
-        if os.environ.get(zygote.OFF) == "off" or time.monotonic() - self._at < LEND_AGAIN:
-            return
-        if self._process is None or self._process.poll() is not None:
-            self._at = time.monotonic()
-            try:
-                self._process = zygote.start_lender(hash_seed.with_seed(os.environ))
-            except OSError as error:  # the machine is busy
-                screen.say(f"{run_folder.now()} runs start slower for now, without a warm start: {one_line(error)}")
-
-    def end(self) -> None:
-        if self._process is not None:
-            zygote.end(self._process)
+def _lend() -> subprocess.Popen[bytes] | None:
+    """Start the zygote that launches borrow. It ends when packages change, for example."""
+    return None if os.environ.get(zygote.OFF) == "off" else zygote.start_lender(hash_seed.with_seed(os.environ))
 
 
 class _Care:
@@ -129,7 +113,7 @@ def keep(runs: Path, once: bool) -> int:
     sign_of_life = touch_sign_of_life if not once else (lambda: None)
     # one thread per run: a run whose dataset hangs during its check must not delay the others
     cares: dict[Path, _Care] = {}
-    held = _Lender()
+    lender = Helper(_lend, pause=LEND_AGAIN, longest=LEND_AGAIN)
     while not ended.is_set():
         sign_of_life()
         for run in folders.every_here(runs):
@@ -141,12 +125,15 @@ def keep(runs: Path, once: bool) -> int:
                 sign_of_life()  # many runs that need something take long
         if once:
             break
-        held.keep()
+        try:
+            lender.keep()
+        except OSError as error:  # the machine is busy
+            screen.say(f"{run_folder.now()} runs start slower for now, without a warm start: {one_line(error)}")
         ended.wait(LOOK_EVERY)
     _join([care.thread for care in cares.values()], sign_of_life)
     if not once or ended.is_set():
         _stop_all(runs, tell, sign_of_life)
-    held.end()
+    lender.end(zygote.ENDING)
     if not once:
         remove_sign_of_life()
     return EXIT_FINISHED
