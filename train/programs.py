@@ -15,10 +15,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from . import variables
+from .code import imports
 from .errors import EXIT_REFUSED, Refused
-from .run import imports, states
 from .run import spec as specs
+from .run import states
 from .run.outcome import first_fault
 from .run.record import Attempt, Record
 from .run.run_folder import Lock, Run
@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 Say = Callable[[str], None]
 KEEPER_TRIES = 3
 """Maximum number of resumes by the keeper in a row without a new checkpoint. The next death fails the run."""
+_LONGEST = 300
+"""Maximum number of characters of an exception in the reason of a run."""
 _KILLED_FROM_OUTSIDE = (-signal.SIGKILL, -signal.SIGSEGV, -signal.SIGBUS)
 """Exit codes of a script's rank that was killed. Errors of other ranks are then only consequences."""
 
@@ -132,17 +134,13 @@ class Program(abc.ABC):
             for rank, code in sorted(facts.exits.items()):
                 # SIGTERM: ended because of another rank, so not the first cause
                 if code < 0 and code != -signal.SIGTERM:
-                    found = _in_log(facts, rank)  # a process that aborts prints why
-                    if found and found.recurs:
-                        return Death(f"rank {rank}: {found.reason}", True, rank)
-                    return Death(f"rank {rank} {_how(code)}", False, rank)
+                    death = _plain(facts, rank)  # a process that aborts prints why
+                    return death if death.recurs else Death(f"rank {rank} {_how(code)}", False, rank)
         if first is not None:
             whose = "" if facts.ranks == 1 and facts.mode is LaunchMode.FOREGROUND else f"rank {first.rank}: "
             return Death(whose + first.reason, first.recurs, first.rank, is_raised=True)
         if facts.exits:
-            rank, code = min(facts.exits.items())
-            found = _in_log(facts, rank)
-            return Death(f"rank {rank}: {found.reason}", found.recurs, rank) if found else _plain(facts, rank)
+            return _plain(facts, min(facts.exits))
         return Death("the ranks ended without a report", False, 0)
 
     def last_words(self, facts: Facts, rank: int | None) -> Sequence[str]:
@@ -300,19 +298,14 @@ class Script(Program):
         exits = sorted(facts.exits.items())
         for rank, code in exits:
             if code == EXIT_REFUSED:  # as for wrong arguments
-                how = f"{_how(code)}, so it is not restarted{_said(facts, rank)}"
-                return Death(f"rank {rank} {how}; {_see(facts, rank)}", True, rank)
+                return _plain(facts, rank, ", so it is not restarted")
         for rank, code in exits:
             if code in _KILLED_FROM_OUTSIDE:
                 return Death(f"rank {rank} {_how(code)}", False, rank)
-        for rank, code in exits:
-            setting = variables.behind("\n".join(self.last_words(facts, rank))) if code > 0 else ""
-            found = diagnose.Cause(setting, True) if setting else _in_log(facts, rank)
-            if found:
-                return Death(f"rank {rank}: {found.reason} ({_how(code)})", found.recurs, rank)
         # SIGTERM: ended because of another rank, so not the first cause
         order = [rank for rank, _ in sorted(exits, key=lambda item: (item[1] == -signal.SIGTERM, item[0]))]
-        return _plain(facts, last_words.first_to_fail(facts.exits, facts.logs, order))
+        known = (rank for rank, _ in exits if _in_log(facts, rank))
+        return _plain(facts, next(known, last_words.first_to_fail(facts.exits, facts.logs, order)))
 
     def last_words(self, facts: Facts, rank: int | None) -> Sequence[str]:
         log = facts.logs.get(rank, "") if rank is not None else ""
@@ -379,20 +372,24 @@ def knows_steps(attempt: Attempt) -> bool:
     return attempt.get("from_step") is not None
 
 
-def _in_log(facts: Facts, rank: int) -> diagnose.Cause | None:
-    return diagnose.in_log(facts.logs.get(rank, ""), facts.refused_at)
+def _in_log(facts: Facts, rank: int) -> diagnose.Verdict | None:
+    """Return what a rank's log shows for certain. An exception says why a process has exited, not why it was killed."""
+    log = facts.logs.get(rank, "")
+    raised = last_words.raised(log) if facts.exits.get(rank, 1) > 0 else ""
+    return diagnose.in_log(log, raised, facts.refused_at)
 
 
-def _plain(facts: Facts, rank: int) -> Death:
-    how, said = f" {_how(facts.exits[rank])}" if rank in facts.exits else "", _said(facts, rank)
-    recurs = bool(last_words.advice(said))
-    return Death(f"rank {rank}{how}{said}; {_see(facts, rank)}", recurs, rank)
+def _plain(facts: Facts, rank: int, remark: str = "") -> Death:
+    """Return the death of a rank as its exit code and its log tell it.
 
-
-def _said(facts: Facts, rank: int) -> str:
-    """Return the exception of a rank and what to do about it, as the end of a sentence; '': its log has none."""
-    said = last_words.raised(facts.logs.get(rank, ""))
-    return ": " + "; ".join(filter(None, [said, last_words.advice(said)])) if said else ""
+    Args:
+        remark: What follows from an exit code with which a restart would end again; '': the log decides.
+    """
+    how = f" {_how(facts.exits[rank])}" if rank in facts.exits else ""
+    found = _in_log(facts, rank)
+    said = found.reason if found else last_words.raised(facts.logs.get(rank, ""))[:_LONGEST]
+    reason = ": ".join(filter(None, [f"rank {rank}{how}{remark}", said]))
+    return Death(f"{reason}; {_see(facts, rank)}", bool(remark) or (found is not None and found.recurs), rank)
 
 
 def _see(facts: Facts, rank: int) -> str:

@@ -54,10 +54,10 @@ def start(options: Namespace, runs: Path) -> str:
     """Start the new run inside tmux, for the command and for Python. Return its name."""
     from .. import config, programs, tasks
     from ..launcher.launches import Fork
-    from ..run import best, environment, folders, owner
+    from ..run import best, environment, folders
     from ..run.spec import spec_of
 
-    of = owner.opened(folders.find(runs, options.name))
+    of = folders.find_trusted(runs, options.name)
     record, restarts = of.read(), number("max-restarts", options.max_restarts)
     spec = spec_of(record, of.read_config())
     config.check_flags(options.flags)

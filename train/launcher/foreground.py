@@ -16,10 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from .. import doing, gpus, screen
+from ..code import imports
 from ..errors import EXIT_REFUSED, Refused, one_line
 from ..parallel.rank_env import RankEnv, is_under_torchrun, meeting_port, read_rank_env
 from ..programs import TASK
-from ..run import environment, folders, imports, outcome
+from ..run import environment, folders, outcome
 from ..run.outcome import Kind, Outcome
 from ..run.run_folder import Lock, Run
 from ..run.spec import Spec, read_spec

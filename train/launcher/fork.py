@@ -22,13 +22,15 @@ from ..build.objects import config_of, task_of
 from ..build.updates import read_updates, spread_updates
 from ..checkpoint import manifest as manifests
 from ..checkpoint.load import load
+from ..code import imports
 from ..config import Config, Parallel
 from ..config.resolve import check_lasts
 from ..data import fingerprint
 from ..errors import Refused, described, one_line
 from ..parallel.precision import cpu_precision
 from ..parallel.world import World
-from ..run import imports, owner
+from ..run.owner import TrustedRun
+from ..run.ownership import MODULES
 from ..run.record import Record
 from ..run.run_folder import Run
 from ..run.spec import Spec, spec_of
@@ -50,7 +52,7 @@ from .request import ALONE, Plan, scratch_run_dir
 from .resume import check_data
 from .unused_fields import asked, functions_of, of_functions, of_no_use
 
-_CODE = ("task.py", imports.MODULES)
+_CODE = ("task.py", MODULES)
 """Files with the code of a run."""
 _OF_CODE = ("task", "task_source", "task_imports", "task_watched", "task_sha256")
 """Fields of run.json about the code of a run."""
@@ -97,7 +99,7 @@ def _digests(record: dict[str, Any]) -> dict[str, str]:
 
 
 @scratch_run_dir()
-def prepare_fork(run: Run, step: int, flags: dict[str, str], ranks: int, file: str | None = None) -> Plan:
+def prepare_fork(own: TrustedRun, step: int, flags: dict[str, str], ranks: int, file: str | None = None) -> Plan:
     """Check a new run that continues from a checkpoint of this one, with these changes.
 
     Args:
@@ -107,9 +109,8 @@ def prepare_fork(run: Run, step: int, flags: dict[str, str], ranks: int, file: s
     Raises:
         Refused: it cannot continue so.
     """
-    mine = owner.opened(run)
-    record = mine.read()
-    spec = spec_of(record, mine.read_config())
+    record, run = own.read(), own.by_path()
+    spec = spec_of(record, own.read_config())
     given = Path(file) if file is not None else None
     code = _own(run, spec) if given is None else _of_file(run, given, flags)
     config = _config(run, step, code, flags)

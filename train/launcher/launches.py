@@ -18,7 +18,7 @@ from typing import Any
 from .. import breakpoints, caches, doing, hash_seed, programs, variables
 from ..errors import Refused
 from ..gpus import VISIBLE, seen_here
-from ..run import environment, folders, owner, states
+from ..run import environment, folders, states
 from ..run.record import Record
 from ..run.run_folder import Lock, Run
 from ..signals import KEEPER, USER
@@ -69,7 +69,7 @@ class NewRun(Request, _New):
     submission: str | None = None
 
     def check(self) -> Plan:
-        from ..run import imports
+        from ..code import imports
         from .checks import prepare
         from .ranks_and_gpus import choose
 
@@ -154,13 +154,13 @@ class Fork(_New):
     on_restart: str | None = None
 
     def check(self) -> Plan:
-        from ..run import imports
+        from ..code import imports
         from ..scripts import check
         from . import provenance
         from .ranks_and_gpus import choose
 
         ranks, visible = choose(self.nproc, self.gpus)
-        source = folders.find(Path(self.runs), self.of)
+        source = folders.find_trusted(Path(self.runs), self.of)
         if not programs.of_record(source.read()).has_fields:
             made, copies, warnings = check.check_fork(
                 source, self.step, arguments=self.arguments, on_restart=self.on_restart, flags=self.flags
@@ -179,7 +179,7 @@ class Fork(_New):
     def open(self, environ: Mapping[str, str]) -> OpenedRun:
         from .create_run import create
 
-        source = owner.opened(folders.find(Path(self.runs), self.of))
+        source = folders.find_trusted(Path(self.runs), self.of)
         record = source.read()
         folders.enter(record.get("cwd") or "")
         return create(self, programs.of_record(record), environ, source=source)
@@ -207,7 +207,8 @@ class Resume(_Launch):
         from ..scripts import check, reader
         from .ranks_and_gpus import choose_again
 
-        run, record = self.run, self.run.read()
+        run = folders.find_trusted(Path(self.runs), self.name)
+        record = run.read()
         ranks, visible = choose_again(run, record, nproc=self.nproc, gpus=self.gpus, now=self.visible)
         program = programs.of_record(record)
         program.check_options({"on_restart": self.on_restart, "figures": self.figures})
@@ -240,7 +241,7 @@ class Resume(_Launch):
     def environ(self) -> tuple[dict[str, str], list[str]]:
         """Return the caller's environment merged into the recorded one, and warnings."""
         self.visible = None if self.by_keeper else os.environ.get(VISIBLE)
-        run = owner.opened(folders.find(Path(self.runs), self.name))
+        run = folders.find_trusted(Path(self.runs), self.name)
         saved = environment.read(run.folder)
         seed = environment.hash_seed_of(saved)
         mine = dict(os.environ) if seed is None else {**os.environ, hash_seed.SEED: seed}

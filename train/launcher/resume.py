@@ -12,12 +12,14 @@ from ..build import objects, sampling
 from ..build.first_weights import mender
 from ..build.objects import config_of, data_differs, task_of
 from ..checkpoint import manifest as manifests
+from ..code import imports
 from ..config import Config, strategies
 from ..config.resolve import check_changes
 from ..errors import Refused
 from ..parallel.devices import NoGPU
-from ..run import imports, owner, states
+from ..run import states
 from ..run.metrics import evaluations
+from ..run.owner import TrustedRun
 from ..run.run_folder import Run
 from ..run.spec import Spec, spec_of
 from ..tasks import Task
@@ -31,7 +33,9 @@ from .unused_fields import asked
 _TRAINED_ON = "evaluation samples may have been trained on"
 
 
-def prepare_resume(run: Run, flags: dict[str, str], local: int, nodes: range = ALONE) -> tuple[Config, list[str]]:
+def prepare_resume(
+    own: TrustedRun, flags: dict[str, str], local: int, nodes: range = ALONE
+) -> tuple[Config, list[str]]:
     """Check that a run can continue with these changes. Writes nothing but a damaged file of frozen weights. Also
     returns warnings.
 
@@ -42,9 +46,8 @@ def prepare_resume(run: Run, flags: dict[str, str], local: int, nodes: range = A
     Raises:
         Refused: the run cannot continue as it is, or not with these changes.
     """
-    mine = owner.opened(run)
-    record = mine.read()
-    spec, ranks = spec_of(record, mine.read_config()), local * nodes[-1]
+    record, run = own.read(), own.by_path()
+    spec, ranks = spec_of(record, own.read_config()), local * nodes[-1]
     task = task_of(run, spec)
     config = kept = config_of(run, task)
     if flags:

@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from .. import tasks
-from ..run import imports
+from ..code import imports
+from ..run.ownership import MODULES
 from ..run.run_folder import Run
 from ..run.spec import Spec
 from ..tasks import ARGUMENTS, Task
@@ -213,7 +214,7 @@ def of_task(file: Path, beside: Path) -> Source:
 
 def of_run(run: Run, task: Task, spec: Spec) -> Source:
     """Return the source of a run's copy of its task and of its modules."""
-    kept = run.folder / imports.MODULES
+    kept = run.folder / MODULES
 
     def modules() -> list[bytes]:
         if not kept.is_file():

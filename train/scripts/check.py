@@ -11,9 +11,10 @@ from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any
 
+from ..code import imports
 from ..errors import Refused
-from ..run import imports, log_limit, owner
-from ..run.run_folder import Run
+from ..run import log_limit, owner
+from ..run.owner import TrustedRun
 from ..run.spec import read_spec, spec_of
 from . import command
 from .command import BEGINS_ANEW, SAY_HOW
@@ -65,7 +66,7 @@ def check_now(
     }  # fmt: skip
 
 
-def check_again(run: Run, flags: dict[str, str], on_restart: str | None) -> tuple[dict[str, Any], list[str]]:
+def check_again(run: TrustedRun, flags: dict[str, str], on_restart: str | None) -> tuple[dict[str, Any], list[str]]:
     """Check a script that is started again. Returns fields of run.json, and a warning for each file that has changed.
 
     Args:
@@ -84,7 +85,7 @@ def check_again(run: Run, flags: dict[str, str], on_restart: str | None) -> tupl
 
 
 def check_fork(
-    run: Run, step: int, *, arguments: list[str], on_restart: str | None, flags: dict[str, str]
+    own: TrustedRun, step: int, *, arguments: list[str], on_restart: str | None, flags: dict[str, str]
 ) -> tuple[dict[str, Any], dict[str, Path], list[str]]:
     """Check a new run that continues from a checkpoint of a session's run. Returns fields of run.json, what is copied
     into the run folder, and warnings.
@@ -99,11 +100,10 @@ def check_fork(
     """
     from ..checkpoint import manifest as manifests
 
-    changes, warnings = check_again(run, flags, on_restart)
+    changes, warnings = check_again(own, flags, on_restart)
     command.check_arguments(arguments)
-    mine = owner.opened(run)
-    record: dict[str, Any] = {**mine.read()}
-    spec = spec_of(mine.read(), {})
+    found, run = own.read(), own.by_path()
+    record, spec = dict[str, Any](found), spec_of(found, {})
     ancestor: dict[str, Any] = {"forked_from": spec.forked_from} if spec.forked_from else {}
     made = {name: record[name] for name in _OF_FORK if name in record} | changes | {
         "script_arguments": command.merged(spec.script_arguments, arguments),

@@ -12,8 +12,8 @@ import shlex
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from ..code import imports
 from ..errors import Refused
-from ..run import imports
 from ..run.record import Attempt
 from ..run.run_folder import seconds_of
 from ..run.spec import RUN, Spec

@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from .. import programs, screen
+from ..code import imports
 from ..errors import Refused
-from ..run import environment, folders, imports, states
+from ..run import environment, folders, states
 from ..run.outcome import Kind, Outcome
 from ..run.run_folder import Lock, Run
 from ..run.spec import read_spec

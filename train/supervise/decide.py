@@ -11,16 +11,13 @@ import signal
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
-from .. import signals
+from .. import causes, signals
 from ..errors import EXIT_FAILED, EXIT_FINISHED, EXIT_INTERRUPTED, EXIT_REFUSED, EXIT_STOPPED
 from ..run import states
 from ..run.outcome import Kind, Outcome, first_fault
-from . import diagnose, last_words, memory
 
 _LONGEST_WAIT = 30.0
 """Maximum number of seconds before a restart of a run for which the machine was too busy."""
-_KILLED = ("killed by signal: Killed", "exited unexpectedly")
-"""Parts of torch's messages about a data worker that is gone."""
 
 CODES = {
     states.FINISHED: EXIT_FINISHED,
@@ -124,7 +121,7 @@ class Death:
     @property
     def lacks_gpu(self) -> bool:
         """Whether the run's GPUs are gone."""
-        return self.is_raised and diagnose.NO_GPU in self.reason
+        return self.is_raised and causes.NO_GPU in self.reason
 
 
 class Judge(Protocol):
@@ -182,10 +179,10 @@ def decide(facts: Facts) -> Decision:
     if decision.end not in (states.FAILED, "died") or decision.reason is None:  # restarts, or torchrun reports it
         return decision
     fault = facts.outcomes.get(decision.rank) if decision.rank is not None else None
-    if (fault is not None and fault.is_own) or last_words.advice(decision.why):
+    if fault is not None and fault.is_own:
         return decision
     said = _raised(facts, decision.why) or facts.program.last_words(facts, decision.rank)
-    hint = diagnose.hint("\n".join([decision.why, *said]))
+    hint = causes.hint("\n".join([decision.why, *said]))
     if not hint:
         return decision
     message = decision.message and f"{decision.message}; {hint}"
@@ -309,7 +306,7 @@ def _restarted_or_not(facts: Facts, death: Death) -> Decision:
         state, reason = facts.program.out_of_restarts(facts, deaths, why)
         return dataclasses.replace(decision, state=state, reason=reason)
     message = f"{why}; restarting ({deaths} of {facts.max_restarts} without progress)"
-    wait = min(2.0**deaths, _LONGEST_WAIT) if diagnose.is_busy(why) else 0.0
+    wait = min(2.0**deaths, _LONGEST_WAIT) if causes.BUSY.matches(why) else 0.0
     return dataclasses.replace(decision, again=True, wait=wait, message=message)
 
 
@@ -330,9 +327,9 @@ def _of_memory(facts: Facts) -> Death | None:
     if not facts.killed_at or facts.hang:
         return None
     killed = [rank for rank, code in sorted(facts.exits.items()) if code == -signal.SIGKILL]
-    lost = [rank for rank in facts.exits if any(word in facts.logs.get(rank, "")[-4000:] for word in _KILLED)]
+    lost = [rank for rank in facts.exits if causes.KILLED_WORKER.matches(facts.logs.get(rank, "")[-4000:])]
     for ranks, whose in ((killed, "rank"), (lost, "a process of rank")):
         if ranks:
-            reason = f"out of memory: {whose} {ranks[0]} was killed at {facts.killed_at}; {memory.ADVICE}"
+            reason = f"out of memory: {whose} {ranks[0]} was killed at {facts.killed_at}; {causes.MEMORY.remedy}"
             return Death(reason, True, ranks[0])
     return None

@@ -20,7 +20,7 @@ import traceback
 from pathlib import Path
 from typing import Any, NoReturn
 
-from .. import breakpoints, caches, faults, screen
+from .. import breakpoints, caches, causes, faults, screen
 from ..checkpoint.buffers import ENVIRONMENT
 from ..errors import Refused, TrainingFailed, may_pass
 from ..parallel.rank_env import RankEnv
@@ -64,7 +64,7 @@ def run_rank(run: Run, spec: Spec, *, rank_env: RankEnv, attempt: int, stop: Sto
         rank_env.rank == rank_env.lead or not _wait_for_lead(logs, rank_env)
     ):
         with contextlib.suppress(OSError):  # the terminal may be gone
-            parts = filter(None, [end.reason, diagnose.hint(end.reason)])
+            parts = filter(None, [end.reason, causes.hint(end.reason)])
             screen.remark("; ".join(parts))
     return end
 
@@ -107,7 +107,7 @@ def _reason_of(error: BaseException, run: Run) -> str:
     from ..parallel.devices import NoGPU
 
     if isinstance(error, NoGPU):
-        raise RuntimeError(f"{diagnose.NO_GPU}: {run.name} computes on GPUs, but torch sees none here") from None
+        raise RuntimeError(f"{causes.NO_GPU}: {run.name} computes on GPUs, but torch sees none here") from None
     if isinstance(error, bdb.BdbQuit):
         return breakpoints.ended()
     return str(error) if isinstance(error, (Refused, TrainingFailed)) else determinism.refusal(error)

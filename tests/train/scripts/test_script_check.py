@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from train.run import imports
+from train.code import imports
 from train.scripts import check
 from train.scripts.command import BEGINS_ANEW
 
