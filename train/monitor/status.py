@@ -331,6 +331,11 @@ def find_best(found: Iterable[RunStatus], texts: Iterable[str] = ()) -> None:
         one.best = best.bests(one.run, bool(one.record.get("script")), [one.config, *configs], texts=texts)
 
 
+def here(run: Run, of_any_format: bool = False) -> RunStatus:
+    """Return how a run stands by its folder alone. Arguments and errors as in `Run.read`."""
+    return RunStatus(run, run.read_effective(of_any_format))
+
+
 def look(run: Run, tell: jobs.Tell) -> RunStatus:
     """Return how a run stands, by its folder and its engine.
 
