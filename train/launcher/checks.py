@@ -34,7 +34,7 @@ from ..tasks import Task
 from ..trainer import trace
 from ..trainer.loggers import wandb
 from . import batch_norm, deterministic, first_look, frozen_modes, kept_split, provenance, unused_fields
-from .request import ALONE, Plan, Request, resolve, scratch_run_dir
+from .request import ALONE, Plan, Request, resolve, scratch_run_dir, set_by_user
 from .task_source import kept, of_task, unused_warning
 from .unused_fields import Asked, asked, of_no_use
 
@@ -112,6 +112,7 @@ def prepare(
         **code,
         "world_size": everywhere,
         "chosen": chosen,
+        "set_by_user": set_by_user(request.flags, config_file=request.config_file),
         "cpu_threads_reason": threads_reason,
         "micro_batch_size_reason": micro_reason,
         "precision_reason": precision_reason,

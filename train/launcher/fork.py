@@ -48,7 +48,7 @@ from . import (
     rate_change,
     task_source,
 )
-from .request import ALONE, Plan, scratch_run_dir
+from .request import ALONE, Plan, scratch_run_dir, set_by_user
 from .resume import check_data
 from .unused_fields import asked, functions_of, of_functions, of_no_use
 
@@ -162,6 +162,7 @@ def prepare_fork(own: TrustedRun, step: int, flags: dict[str, str], ranks: int, 
         "step": step, "total_steps": found.total, "git_revision": provenance.git_revision(),
         "versions": provenance.versions(found.cards), "forked_from": _ancestry(run, step, spec, code),
         "warnings": warnings, "unused_fields": no_use, "not_exact": checks.not_exact(task, config, found),
+        "set_by_user": set_by_user(flags, before=spec.set_by_user),
     }  # fmt: skip
     warnings += [f"not exact: {line}" for line in made["not_exact"]]
     return Plan(files=files, record=made, copies=copies | begin.copies, warnings=warnings, ranks=ranks)

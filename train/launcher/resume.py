@@ -137,7 +137,7 @@ def check_data(run: Run, spec: Spec, task: Task, config: Config, train_set: Any,
     differs = data_differs(run, task, config=config, train_set=train_set, eval_sets=eval_sets)
     if differs:
         init = f"start a new run with its weights: --init {run.name}"
-        before = run.read_config()
+        before = spec.config
         if config.data.seed != before.get("data.seed"):
             end = f"keep its split: --data.seed {before.get('data.seed')}"
             raise Refused(f"other data than those of {run.name} ({differs}), so {_TRAINED_ON}; {end}")
