@@ -67,6 +67,25 @@ def test_show_says_how_a_script_is_restarted() -> None:
     assert [*map(programs.SESSION.on_restart, specs)] == ["--from 'a b'", "", ""]
 
 
+@pytest.mark.parametrize(
+    ("program", "given", "words"),
+    [
+        (programs.TASK, {"on_restart": ""}, "--on-restart is for scripts; a task continues"),
+        (programs.TASK, {"figures": []}, "--figures is for scripts; a task writes its metrics itself"),
+        (programs.TASK, {"arguments": ["3"]}, "unexpected 3: a task takes flags only"),
+        (programs.SCRIPT, {"config": "a.toml"}, "--config is for tasks; give the arguments of a script after --"),
+        (programs.SCRIPT, {"nnodes": "2"}, "--nnodes is for tasks; start a script on several machines with torchrun"),
+        (programs.SESSION, {"task": "a.py"}, "--task is for tasks; a script starts as its file is now"),
+    ],
+)
+def test_options_of_another_program_are_refused(program: programs.Program, given: dict[str, Any], words: str) -> None:
+    other = programs.SCRIPT if program is programs.TASK else programs.TASK
+    other.check_options(given)
+    program.check_options(dict.fromkeys(given))
+    with pytest.raises(Refused, match=words):
+        program.check_options(given)
+
+
 class Sweep(programs.Script):
     """Starts other runs."""
 
