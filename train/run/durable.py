@@ -19,7 +19,7 @@ PRIVATE = (environment.FILE,)
 """Files of a run folder that only their owner may read."""
 
 
-def open_regular(path: Path) -> BinaryIO:
+def open_regular(path: Path, buffering: int = -1) -> BinaryIO:
     """Open a file of a run folder for reading. A foreign run folder may contain a pipe, which would block.
 
     Raises:
@@ -29,18 +29,18 @@ def open_regular(path: Path) -> BinaryIO:
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)
         raise OSError(errno.EINVAL, "it is not a regular file", str(path))
-    return os.fdopen(fd, "rb")
+    return os.fdopen(fd, "rb", buffering)
 
 
 def read_bytes(path: Path) -> bytes:
     """Return the content of a regular file. Raises OSError as `open_regular`."""
-    with open_regular(path) as file:
+    with open_regular(path, buffering=0) as file:
         return file.read()
 
 
 def read_tail(path: Path, most: int) -> bytes:
     """Return at most `most` bytes from the end of a regular file. Raises OSError as `open_regular`."""
-    with open_regular(path) as file:
+    with open_regular(path, buffering=0) as file:
         length = min(file.seek(0, os.SEEK_END), most)
         file.seek(-length, os.SEEK_END)
         return file.read()

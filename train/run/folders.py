@@ -217,11 +217,12 @@ def every(runs: Path) -> Iterator[Run]:
     found = []
     with contextlib.suppress(OSError):
         for name in os.listdir(runs):
-            folder = runs / name
+            folder, made = runs / name, 0.0
+            with contextlib.suppress(OSError):
+                made = (folder / "lock").stat().st_mtime  # created with the run
             with contextlib.suppress(OSError):
                 if not name.startswith(".") and (folder / "run.json").exists():
-                    lock = folder / "lock"  # created with the run
-                    found.append((lock.stat().st_mtime if lock.exists() else 0.0, name, folder))
+                    found.append((made, name, folder))
     yield from (Run(folder) for _, _, folder in sorted(found))
 
 

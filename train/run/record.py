@@ -269,18 +269,17 @@ def _problem_of(kind: Any) -> _Problem:
 
 def _of_fields(kind: Any) -> _Problem:
     """Return the check of a TypedDict. An optional field may be null."""
-    required, of_all = sorted(kind.__required_keys__), _of_type(dict)
+    required, of_all = kind.__required_keys__, _of_type(dict)
     fields = {name: _problem_of(hint) for name, hint in get_type_hints(kind).items()}
 
     def problem(value: Any) -> str:
         if found := of_all(value):
             return found
-        for name in required:
-            if name not in value:
-                return f".{name} is missing"
+        if missing := required - value.keys():
+            return f".{min(missing)} is missing"
         for name, inner in value.items():
-            is_checked = name in fields and (inner is not None or name in kind.__required_keys__)
-            if is_checked and (found := fields[name](inner)):
+            check = fields.get(name)
+            if check is not None and (inner is not None or name in required) and (found := check(inner)):
                 return f".{name}{found}"
         return ""
 
@@ -289,8 +288,10 @@ def _of_fields(kind: Any) -> _Problem:
 
 def _of_type(kind: type) -> _Problem:
     """Return the check of a type of JSON, which does not distinguish 1 from 1.0."""
-    allowed = (int, float) if kind is float else (kind,)
-    return lambda value: _size(value) if type(value) in allowed else f" is not of type {kind.__name__}"
+    if kind in (int, float):
+        allowed = (int, float) if kind is float else (int,)
+        return lambda value: _size(value) if type(value) in allowed else f" is not of type {kind.__name__}"
+    return lambda value: "" if type(value) is kind else f" is not of type {kind.__name__}"
 
 
 def _size(value: Any) -> str:
