@@ -25,7 +25,7 @@ from train.parallel.ddp import NO_BUFFER_BROADCAST
 from train.parallel.precision import Precision
 from train.parallel.strategy import STEP_STATS
 from train.parallel.world import World
-from train.trainer.step_stats import Readback, StepResult
+from train.trainer.step_stats import STOP, Readback, StepResult
 
 RANKS = 2
 STEPS = 50
@@ -88,9 +88,9 @@ def _riding(world: World) -> Callable[[], None]:
         sums = strategy.reduce(stats)
         strategy.scale_and_clip_gradients(optimizer, clip_norm=None)
         strategy.update(optimizer)
-        readback.put(None, StepResult({"": sums}, {"": STEP_STATS}, {}, []))
+        readback.put(None, StepResult({"": sums}, {}, []))
         for _, values, _ in readback.take(everything=False):
-            assert not values[""]["stop"]
+            assert not values[""][STOP]
 
     return step
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable, Mapping
 
 UNITS = {"bytes": 0, "KiB": 10, "MiB": 20, "GiB": 30, "TiB": 40}
@@ -31,6 +32,11 @@ def ago(seconds: float) -> str:
     """Format an age, in the largest unit only: 3 h ago."""
     unit, factor = next(((row[0], row[1]) for row in _TIMES if seconds >= row[1]), ("s", 1))
     return f"{max(seconds, 0) / factor:.0f} {unit} ago"
+
+
+def ended(code: int) -> str:
+    """Format how a process has ended: died of SIGKILL, exited with code 1."""
+    return f"died of {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
 
 
 def figure(value: float) -> str:

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from . import module_runner
+from . import format, module_runner
 from .gpus import VISIBLE
 
 
@@ -86,6 +86,12 @@ class Helper:
     def is_alive(self) -> bool:
         """Whether it runs."""
         return self.process is not None and self.process.poll() is None
+
+    @property
+    def death(self) -> str:
+        """How it has ended, if not well: died of SIGKILL, exited with code 1. '' if it runs or has ended well."""
+        code = self.process.poll() if self.process is not None else None
+        return format.ended(code) if code else ""
 
     def keep(self, *, at_once: bool = False) -> None:
         """Start it if it is needed and does not run. Call this as often as you like.

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from .code import imports
 from .errors import EXIT_REFUSED, Refused
+from .format import ended
 from .run import spec as specs
 from .run import states
 from .run.outcome import first_fault
@@ -135,7 +136,7 @@ class Program(abc.ABC):
                 # SIGTERM: ended because of another rank, so not the first cause
                 if code < 0 and code != -signal.SIGTERM:
                     death = _plain(facts, rank)  # a process that aborts prints why
-                    return death if death.recurs else Death(f"rank {rank} {_how(code)}", False, rank)
+                    return death if death.recurs else Death(f"rank {rank} {ended(code)}", False, rank)
         if first is not None:
             whose = "" if facts.ranks == 1 and facts.mode is LaunchMode.FOREGROUND else f"rank {first.rank}: "
             return Death(whose + first.reason, first.recurs, first.rank, is_raised=True)
@@ -301,7 +302,7 @@ class Script(Program):
                 return _plain(facts, rank, ", so it is not restarted")
         for rank, code in exits:
             if code in _KILLED_FROM_OUTSIDE:
-                return Death(f"rank {rank} {_how(code)}", False, rank)
+                return Death(f"rank {rank} {ended(code)}", False, rank)
         # SIGTERM: ended because of another rank, so not the first cause
         order = [rank for rank, _ in sorted(exits, key=lambda item: (item[1] == -signal.SIGTERM, item[0]))]
         known = (rank for rank, _ in exits if _in_log(facts, rank))
@@ -385,7 +386,7 @@ def _plain(facts: Facts, rank: int, remark: str = "") -> Death:
     Args:
         remark: What follows from an exit code with which a restart would end again; '': the log decides.
     """
-    how = f" {_how(facts.exits[rank])}" if rank in facts.exits else ""
+    how = f" {ended(facts.exits[rank])}" if rank in facts.exits else ""
     found = _in_log(facts, rank)
     said = found.reason if found else last_words.raised(facts.logs.get(rank, ""))[:_LONGEST]
     reason = ": ".join(filter(None, [f"rank {rank}{how}{remark}", said]))
@@ -396,7 +397,3 @@ def _see(facts: Facts, rank: int) -> str:
     if not facts.then:  # there will be no log
         return "its last lines are above"
     return f"see: train logs {facts.name} --rank {rank}"
-
-
-def _how(code: int) -> str:
-    return f"died of {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"

@@ -12,7 +12,7 @@ import time
 from typing import Any
 
 from .. import helper
-from ..errors import Refused, shortened
+from ..errors import Refused, one_line, shortened
 from ..helper import Helper
 from ..run import metrics
 from ..run.metrics import Line
@@ -43,10 +43,14 @@ class ScriptFigures:
         if record.get("figures_problem"):
             run.note(figures_problem="")
         arguments = str(run.path), str(attempt), str(os.getpid())
+        self._is_lost = False
+        """Whether the process that reads metrics has died."""
         self._reader = Helper(lambda: helper.start("train.scripts.reader", *arguments))
         if spec.figures:
-            with contextlib.suppress(OSError):
+            try:
                 self._reader.keep()
+            except OSError as error:
+                self._changes["figures_problem"] = f"--figures: no process can be started: {one_line(error)}"
 
     @property
     def size(self) -> int:
@@ -55,6 +59,10 @@ class ScriptFigures:
 
     def look(self) -> None:
         """Read new lines. Called several times a second."""
+        if not self._is_lost and (death := self._reader.death):
+            self._is_lost = True
+            said = f"--figures: the process that reads metrics {death}; later metrics of this attempt are missing"
+            self._changes["figures_problem"] = said
         lines = [line for line in self._tail.new() if self._take(line)]
         if lines and (step_time := self._clock.seconds_per_step(lines)) is not None:
             self._changes["step_time"] = step_time
@@ -92,7 +100,9 @@ class ScriptFigures:
 
     def close(self) -> None:
         """Read what is left at the end of the attempt."""
-        if not self._reader.end(_LAST):
+        self.look()
+        if not self._is_lost and not self._reader.end(_LAST):
+            self._is_lost = True
             remedy = "simplify the expression" if self._has_expression else "the last metrics are missing"
             self._changes["figures_problem"] = f"--figures: it takes too long to read; {remedy}"
         self.look()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import psutil
 import pytest
 
 from tests.train.conftest import Station
@@ -62,6 +63,25 @@ def test_figures_are_refused_of_a_task_and_without_a_step(station: Station) -> N
         done = station("launch", *arguments)
         assert done.returncode == 2 and words in done.stderr and done.stderr.count("\n") == 1, done.stderr
     assert not station.runs.exists()
+
+
+def test_a_reader_that_is_killed_is_told_and_the_next_attempt_has_another(station: Station) -> None:
+    (station.folder / "own.py").write_text(
+        "import os, time\nprint('1 0.5', flush=True)\nwhile not os.path.exists('go'): time.sleep(0.05)\nprint('2 0.25')"
+    )
+    station.ok("launch", "--script", "own.py", "--name", "a", "--figures", r"(?P<step>\d+) (?P<loss>\S+)")
+    station.wait("a", lambda record: record.get("step") == 1, "its first metrics")
+    agent = psutil.Process(station.record("a")["pids"]["agent"])
+    (reader,) = [one for one in agent.children() if "train.scripts.reader" in one.cmdline()]
+    reader.kill()
+    said = "--figures: the process that reads metrics died of SIGKILL; later metrics of this attempt are missing"
+    station.wait("a", lambda record: record.get("figures_problem") == said, "the death of the reader")
+    assert said in station.ok("show", "a", env={"COLUMNS": "999"}).stdout
+    station.ok("stop", "a")
+    (station.folder / "go").touch()
+    station.ok("resume", "a")
+    record = station.wait_for_end("a")
+    assert (record["state"], record["step"], record["figures_problem"]) == ("finished", 2, "")
 
 
 # Python's own matching takes 2**30 steps for this
