@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from .. import config as configuration
 from .. import doing, gpus
 from ..build import cores, initial_weights, objects, sampling, schedule
 from ..build.objects import make_objects
+from ..build.reads import recording
 from ..build.updates import read_updates
 from ..config import Config, decays, strategies
 from ..data import fingerprint, probe, threads
@@ -36,7 +37,7 @@ from ..trainer.loggers import wandb
 from . import batch_norm, deterministic, first_look, frozen_modes, kept_split, provenance, unused_fields
 from .request import ALONE, Plan, Request, resolve, scratch_run_dir
 from .task_source import kept, of_task, unused_warning
-from .unused_fields import Asked, asked, of_no_use
+from .unused_fields import asked, of_no_use
 
 _METRICS = ("checkpoint.best", "early_stopping.metric", "schedule.metric")
 """Fields that name a metric of the evaluations."""
@@ -90,10 +91,18 @@ def prepare(
     if not task.is_built_in:
         warnings += unused_warning(source, Path(request.task))
     precision_reason = choose_precision(config, ranks, elsewhere)
-    found = check_run(task, config, ranks, everywhere, asked(source, request.flags, request.config_file, task))
-    warnings += found.warnings
-    model, device = check_model(task, config, everywhere, found.precision), found.precision.device
-    initial = initial_weights.fitted(task, config, model)
+    set_here = asked(request.flags, request.config_file, task)
+    with recording(config) as seen:
+        found = check_run(task, config, ranks, everywhere, set_here)
+        warnings += found.warnings
+        model, device = check_model(task, config, everywhere, found.precision), found.precision.device
+        initial = initial_weights.fitted(task, config, model)
+        data = objects.fingerprint(task, config, train_set=found.train_set, eval_sets=found.eval_sets)
+
+    def reads(field: str) -> bool:
+        return seen.has(field) or source.reads(field)
+
+    unused_fields.check_read(task, config, reads, set_here)
     if config.data.workers is None:
         config.data.workers = cores.default_loaders(ranks, device, is_indexed_at_once(found.train_set, task.collate))
     if config.data.workers and found.threads:
@@ -118,9 +127,8 @@ def prepare(
         "versions": provenance.versions(found.cards),
         "init": initial.table() if initial is not None else [],
         "warnings": warnings,
-        "unused_fields": of_no_use(task, source),
+        "unused_fields": of_no_use(task, config, reads),
     }
-    data = objects.fingerprint(task, config, train_set=found.train_set, eval_sets=found.eval_sets)
     record["not_exact"] = not_exact(task, config, found)
     files |= {fingerprint.FACTS: json.dumps(data, indent=1) + "\n", "config.toml": configuration.to_toml(config)}
     if initial is not None:
@@ -190,7 +198,13 @@ def _of_hidden(names: list[str]) -> list[str]:
 
 
 def check_run(
-    task: Task, config: Config, local: int, ranks: int, asked: Asked, *, count: Callable[[Any], int] | None = None
+    task: Task,
+    config: Config,
+    local: int,
+    ranks: int,
+    asked: Mapping[str, str],
+    *,
+    count: Callable[[Any], int] | None = None,
 ) -> Checked:
     """Make the checks that every run needs, in order. Writes the device into `config`.
 
@@ -255,7 +269,7 @@ def choose_precision(config: Config, ranks: int, elsewhere: Callable[[], list[li
     return reason
 
 
-def without_tf32(config: Config, device: torch.device, local: int, asked: Asked) -> list[str]:
+def without_tf32(config: Config, device: torch.device, local: int, asked: Mapping[str, str]) -> list[str]:
     """Return a warning if a run of tf32 gets devices that do not have it: a resume on a CPU, for example.
 
     Args:
@@ -267,7 +281,7 @@ def without_tf32(config: Config, device: torch.device, local: int, asked: Asked)
     if config.precision != "tf32":
         return []
     lacks = lacks_tf32(device, gpus.of_ranks(local) if device.type == "cuda" else [])
-    if lacks and "precision" in asked.fields:
+    if lacks and "precision" in asked:
         raise Refused(f"precision tf32 needs {lacks}; use --precision fp32")
     return [f"precision tf32 needs {lacks}, so this run computes in fp32 here"] if lacks else []
 

@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING
 
 from .. import config as configuration
 from ..errors import Refused
-from ..run.run_folder import Run
 from ..run.spec import Spec
-from . import task_source, unused_fields
+from . import unused_fields
 
 if TYPE_CHECKING:
     from ..config import Config
@@ -33,7 +32,7 @@ def check(flags: Mapping[str, str]) -> None:
     configuration.check_flags(flags)
 
 
-def changing(run: Run, spec: Spec, flags: Mapping[str, str]) -> Callable[[Task, Config], Config]:
+def changing(spec: Spec, flags: Mapping[str, str]) -> Callable[[Task, Config], Config]:
     """Return the function that changes the configuration of a run as these flags say.
 
     It raises Refused for a flag that names no field or has no effect.
@@ -42,8 +41,9 @@ def changing(run: Run, spec: Spec, flags: Mapping[str, str]) -> Callable[[Task, 
     def change(task: Task, config: Config) -> Config:
         flat = configuration.to_flat(config)
         changed = configuration.with_flags(flags, settings=task.Settings, task_file=task.file, flat=flat)
-        asked = unused_fields.asked(task_source.of_run(run, task, spec), flags)
-        unused_fields.check_used(task, changed, asked)
+        asked = unused_fields.asked(flags)
+        unused_fields.check(task, changed, asked)
+        unused_fields.check_read(task, changed, lambda name: name not in spec.unused_fields, asked)
         if "device" in flags:
             from ..parallel.devices import pick_device
 

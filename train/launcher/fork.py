@@ -19,6 +19,7 @@ from ..build import cores, initial_weights, objects
 from ..build.first_weights import mender
 from ..build.hooks import Hooks
 from ..build.objects import config_of, task_of
+from ..build.reads import recording
 from ..build.updates import read_updates, spread_updates
 from ..checkpoint import manifest as manifests
 from ..checkpoint.load import load
@@ -48,7 +49,7 @@ from . import (
 )
 from .request import ALONE, Plan, scratch_run_dir
 from .resume import check_data
-from .unused_fields import asked, functions_of, of_functions, of_no_use
+from .unused_fields import Reader, asked, check_read, functions_of, of_functions, of_no_use
 
 _CODE = ("task.py", imports.MODULES)
 """Files with the code of a run."""
@@ -63,7 +64,8 @@ class _Code:
     """The code with which a fork trains, and the fields of the forked run as this code reads them."""
 
     task: Task
-    source: task_source.Source
+    reads: Reader
+    """Returns whether it reads a field, as far as that is known without running it."""
     before: Config
     warnings: list[str]
     files: dict[str, str | bytes] = dataclasses.field(default_factory=dict)
@@ -118,25 +120,32 @@ def prepare_fork(run: Run, step: int, flags: dict[str, str], ranks: int, file: s
     if is_other and "micro_batch_size" not in flags and "micro_batch_size" in spec.chosen:
         config.micro_batch_size = None
     checks.cut_batch(config, ranks, ALONE)
-    found = checks.check_run(task, config, ranks, ranks, asked(code.source, flags))
-    model = checks.check_model(task, config, ranks, found.precision)
-    if config.cpu_threads is None:
-        config.cpu_threads, _ = cores.default_threads(ranks, found.precision.device, model)
-    code.keep(record, given, config.data.root)
-    files: dict[str, str | bytes] = {**code.files, "config.toml": configuration.to_toml(config)}
-    warnings = [*code.warnings, *of_overfit, *found.warnings]
-    if code.edited:
-        sets = {"train_set": found.train_set, "eval_sets": found.eval_sets}
-        differs, facts = _data_of(run, task, config, **sets)
-        warnings, files[fingerprint.FACTS] = warnings + differs, facts
-        warnings += kept_split.warnings(task, config, run.name, run.folder.parent, sets=sets)
-    else:
-        check_data(run, spec, task, config, found.train_set, found.eval_sets)
+    with recording(config) as seen:
+        found = checks.check_run(task, config, ranks, ranks, asked(flags))
+        model = checks.check_model(task, config, ranks, found.precision)
+        if config.cpu_threads is None:
+            config.cpu_threads, _ = cores.default_threads(ranks, found.precision.device, model)
+        code.keep(record, given, config.data.root)
+        files, warnings = dict[str, str | bytes](code.files), [*code.warnings, *of_overfit, *found.warnings]
+        if code.edited:
+            sets = {"train_set": found.train_set, "eval_sets": found.eval_sets}
+            differs, facts = _data_of(run, task, config, **sets)
+            warnings, files[fingerprint.FACTS] = warnings + differs, facts
+            warnings += kept_split.warnings(task, config, run.name, run.folder.parent, sets=sets)
+        else:
+            check_data(run, spec, task, config, found.train_set, found.eval_sets)
+
+    def reads(field: str) -> bool:
+        return seen.has(field) or code.reads(field)
+
+    warnings += _dropped(run, code, config, reads, flags) if given is not None else []
+    check_read(task, config, reads, asked(flags))
+    files["config.toml"] = configuration.to_toml(config)
     warnings += imports.edited(run, spec) if given is None else []
     if found.total <= step:
         end = f"the new run would end after step {found.total}; give more --epochs or --steps"
         raise Refused(f"the checkpoint is of step {step}, but {end}")
-    steps, no_use = range(step, found.total), of_no_use(task, code.source)
+    steps, no_use = range(step, found.total), of_no_use(task, config, reads)
     batch_norm.check(
         task, config, found.train_set, lambda: model, samples=found.samples, ranks=ranks, steps=steps
     )  # fmt: skip
@@ -175,7 +184,7 @@ def _ancestry(run: Run, step: int, spec: Spec, code: _Code) -> dict[str, Any]:
 def _own(run: Run, spec: Spec) -> _Code:
     """Return a run's own code."""
     task = task_of(run, spec)
-    return _Code(task, task_source.of_run(run, task, spec), config_of(run, task), [])
+    return _Code(task, lambda name: name not in spec.unused_fields, config_of(run, task), [])
 
 
 def _of_file(run: Run, file: Path, flags: dict[str, str]) -> _Code:
@@ -191,22 +200,30 @@ def _of_file(run: Run, file: Path, flags: dict[str, str]) -> _Code:
     settings = {f"task.{one.name}" for one in dataclasses.fields(task.Settings)} if task.Settings is not None else set()
     warnings = [] if task.is_built_in else task_source.unused_warning(source, file)
     gone = sorted(name for name in flat if name.startswith("task.") and name not in settings)
-    known = configuration.fields()
-    set_here = [name for name, info in known.items() if name in flat and flat[name] != info.default]
-    replaced = of_functions(functions_of(task), source, set_here)
     for name in gone:
         warnings.append(f"{name} = {flat[name]} of {run.name} is dropped: Settings in {file.name} has no such field")
-    for name, function in replaced.items():
-        warnings.append(f"{name} = {flat[name]} of {run.name} is dropped: {function}() in {file.name} replaces it")
     new = sorted(settings - flat.keys())
-    flat = {name: value for name, value in flat.items() if name not in (*gone, *replaced)}
+    flat = {name: value for name, value in flat.items() if name not in gone}
     given = {name: text for name, text in flags.items() if name in new}
     before = configuration.with_flags(given, settings=task.Settings, task_file=task.file, flat=flat)
     now = configuration.to_flat(before)
     for name in new:
         if name not in flags:
             warnings.append(f"{name} = {now[name]} is new: the default in {file.name}")
-    return _Code(task, source, before, warnings + _hidden(run, file, task, source, now, flags))
+    return _Code(task, source.reads, before, warnings + _hidden(run, file, task, source, now, flags))
+
+
+def _dropped(run: Run, code: _Code, config: Config, reads: Reader, flags: dict[str, str]) -> list[str]:
+    """Give the fields of the forked run that functions of edited code replace their defaults. Returns warnings."""
+    known, flat = configuration.fields(), configuration.to_flat(code.before)
+    set_there = [name for name, info in known.items() if name in flat and flat[name] != info.default]
+    warnings = []
+    for name, function in of_functions(functions_of(code.task), reads, set_there).items():
+        file, (group, _, last) = code.task.file.name, name.partition(".")
+        warnings.append(f"{name} = {flat[name]} of {run.name} is dropped: {function}() in {file} replaces it")
+        for one in (code.before, config) if name not in flags else (code.before,):
+            setattr(getattr(one, group), last, known[name].default)
+    return warnings
 
 
 def _hidden(
@@ -219,7 +236,7 @@ def _hidden(
     return [
         f"{name} stays {now[name]} as in {run.name}, though {file.name} says {value} now; to change: --{name} {value}"
         for name, value in new.items()
-        if name in now and now[name] != value and value != old.get(name, value) and name not in flags
+        if name in now and value not in (now[name], old.get(name, value), ...) and name not in flags
     ]
 
 

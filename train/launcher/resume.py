@@ -25,8 +25,7 @@ from ..trainer import early_stopping, trace
 from . import batch_norm, checks, first_look, rate_change
 from .request import ALONE
 from .resumable import fork_of
-from .task_source import of_run
-from .unused_fields import asked
+from .unused_fields import asked, check_read
 
 _TRAINED_ON = "evaluation samples may have been trained on"
 
@@ -66,14 +65,14 @@ def prepare_resume(run: Run, flags: dict[str, str], local: int, nodes: range = A
         problem = f"{run.name} computes in fp16, which needs a GPU, but torch sees none here"
         raise Refused(f"{problem}; check with nvidia-smi, or resume it on a machine with a GPU")
     checks.check_ranks(config, local, nodes)
-    source = of_run(run, task, spec)
     try:
         found = checks.check_run(
-            task, config, local, ranks, asked(source, flags), count=functools.partial(sampling.samples_of, spec)
+            task, config, local, ranks, asked(flags), count=functools.partial(sampling.samples_of, spec)
         )
     except NoGPU:
         on_cpu = f"check with nvidia-smi, or continue on the CPU with other bits: train resume {run.name} --device cpu"
         raise NoGPU(f"{run.name} computes on GPUs, but torch sees none here; {on_cpu}") from None
+    check_read(task, config, lambda name: name not in spec.unused_fields, asked(flags))
     warnings = [*told, *unused, *found.warnings]
     check_data(run, spec, task, config, found.train_set, found.eval_sets)
     warnings += imports.edited(run, spec)
