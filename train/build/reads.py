@@ -83,18 +83,15 @@ def recording(config: Config) -> Iterator[Reads]:
     """Context manager that records the reads of this configuration by the task's code."""
     global _current  # noqa: PLW0603 - `objects.refusing` is entered far below
     reads = _current = Reads(config)
-    kinds = {type(one): vars(type(one)).get("__getattribute__") for one in reads.parts.values()}
-    for kind in kinds:
-        kind.__getattribute__ = _noted(reads, kind.__getattribute__)  # type: ignore[method-assign]
-    try:
-        yield reads
-    finally:
-        _current = None
-        for kind, own in kinds.items():
-            if own is None:
-                del kind.__getattribute__
-            else:
-                kind.__getattribute__ = own  # type: ignore[method-assign]
+    with contextlib.ExitStack() as undo:
+        for kind in {type(one) for one in reads.parts.values()}:
+            own = vars(kind).get("__getattribute__")
+            undo.callback(*((setattr, kind, "__getattribute__", own) if own else (delattr, kind, "__getattribute__")))
+            kind.__getattribute__ = _noted(reads, kind.__getattribute__)  # type: ignore[method-assign]
+        try:
+            yield reads
+        finally:
+            _current = None
 
 
 def _noted(reads: Reads, plain: Callable[[Any, str], Any]) -> Callable[[Any, str], Any]:
@@ -105,9 +102,4 @@ def _noted(reads: Reads, plain: Callable[[Any, str], Any]) -> Callable[[Any, str
     return read
 
 
-def _before_fork() -> None:
-    if _current is not None:
-        _current.open_all()
-
-
-os.register_at_fork(before=_before_fork)
+os.register_at_fork(before=lambda: _current.open_all() if _current is not None else None)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from .. import config as configuration
 from ..errors import Refused
 from ..run.spec import Spec
-from . import unused_fields
+from .unused_fields import asked
 
 if TYPE_CHECKING:
     from ..config import Config
@@ -39,15 +39,12 @@ def changing(spec: Spec, flags: Mapping[str, str]) -> Callable[[Task, Config], C
     """
 
     def change(task: Task, config: Config) -> Config:
+        from .case import Case, Kind  # late: imports torch
+        from .checks import run
+
         flat = configuration.to_flat(config)
         changed = configuration.with_flags(flags, settings=task.Settings, task_file=task.file, flat=flat)
-        asked = unused_fields.asked(flags)
-        unused_fields.check(task, changed, asked)
-        unused_fields.check_read(task, changed, lambda name: name not in spec.unused_fields, asked)
-        if "device" in flags:
-            from ..parallel.devices import pick_device
-
-            pick_device(changed, 1, 0)  # raises Refused where there is none
+        run(Case(kind=Kind.EVAL, task=task, config=changed, asked=asked(flags), reads=spec.has_effect))
         return changed
 
     return change
