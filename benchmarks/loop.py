@@ -31,6 +31,7 @@ from train import hash_seed
 from train.errors import EXIT_FINISHED
 from train.launcher import checks
 from train.launcher.request import Request
+from train.programs import TASK
 from train.run import folders
 from train.run.spec import read_spec
 from train.signals import StopRequest
@@ -146,6 +147,7 @@ def _train(folder: Path, name: str, subject: Subject, settings: small.Settings) 
         code = Supervisor(
             run=run,
             spec=read_spec(run),
+            program=TASK,
             ranks=TaskRanks(run, read_spec(run), lock=lock, count=1, zygote=zygote),
             mode=LaunchMode.LAUNCHED,
             stop=StopRequest(()),

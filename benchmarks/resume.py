@@ -29,6 +29,7 @@ from train.launcher import checks
 from train.launcher.request import Request
 from train.parallel.precision import Precision
 from train.parallel.world import World
+from train.programs import TASK
 from train.run import folders
 from train.run.run_folder import Run
 from train.run.spec import read_spec
@@ -96,6 +97,7 @@ def _resumed(run: Run, zygote: Zygote) -> tuple[float, dict[str, Any]]:
     code = Supervisor(
         run=run,
         spec=read_spec(run),
+        program=TASK,
         ranks=TaskRanks(run, read_spec(run), lock=lock, count=1, zygote=zygote),
         mode=LaunchMode.LAUNCHED,
         stop=StopRequest(()),

@@ -27,7 +27,7 @@ from train import hash_seed
 from train.launcher.stopping import stop_and_wait
 from train.run import heartbeat, states
 from train.run.run_folder import Run
-from train.supervise.health import family
+from train.scripts.health import family
 from train.zygote import client as zygote
 
 RANKS = 2

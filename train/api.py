@@ -28,6 +28,7 @@ from .commands.options import matching
 from .errors import Refused, nearest
 from .monitor.status import RunStatus, look, look_at
 from .run import best, folders, metrics, run_folder
+from .run.owner import TrustedRun
 
 if TYPE_CHECKING:
     import pandas
@@ -323,7 +324,7 @@ class Run:
         from .trainer import predict
 
         wanted, weights = self._chosen(checkpoint, "model", weights)
-        return predict.model_of(self._run(), wanted, device=device, weights=weights)
+        return predict.model_of(self._trusted_run(), wanted, device=device, weights=weights)
 
     @_refusing
     def predict(
@@ -342,7 +343,9 @@ class Run:
         from .trainer import predict
 
         step, which = self._chosen(checkpoint, "model")
-        return predict.predictions(self._run(), step, dataset, device=device, weights=which, batch_size=batch_size)
+        return predict.predictions(
+            self._trusted_run(), step, dataset, device=device, weights=which, batch_size=batch_size
+        )
 
     @_refusing
     def state_dict(self, name: str = "", checkpoint: int | str | None = None) -> dict[str, Tensor]:
@@ -353,10 +356,9 @@ class Run:
             checkpoint: Step of a checkpoint, or "best". Default: the newest one.
         """
         from .checkpoint import registered
-        from .run import owner
 
         step, weights = self._chosen(checkpoint, "export")
-        return registered.state_dict(owner.opened(self._run()), name, step, weights=weights)[1]
+        return registered.state_dict(self._trusted_run(), name, step, weights=weights)[1]
 
     @_refusing
     def export(self, to: str | Path, checkpoint: int | str | None = None, weights: str | None = None) -> Path:
@@ -372,7 +374,7 @@ class Run:
         from .run.spec import read_spec
         from .trainer import predict
 
-        run, target = self._run(), Path(to).absolute()
+        run, target = self._trusted_run(), Path(to).absolute()
         with predict.visited(run, read_spec(run), torch.device("cpu")):
             self._command("export", to=target, checkpoint=checkpoint, weights=weights)
         return target
@@ -381,6 +383,9 @@ class Run:
 
     def _run(self) -> run_folder.Run:
         return folders.find(self.runs, self.name)
+
+    def _trusted_run(self) -> TrustedRun:
+        return folders.find_trusted(self.runs, self.name)
 
     def _look(self) -> RunStatus:
         return look(self._run(), screen.remark)
@@ -391,8 +396,8 @@ class Run:
 
     def _chosen(self, checkpoint: int | str | None, use: str, weights: str = "") -> tuple[int | None, str]:
         """Return the step that `checkpoint` means (None: the newest one), and which weights; `weights`: asked for."""
+        from . import programs
         from .run.spec import read_spec
-        from .supervise import programs
 
         spec = read_spec(run := self._run())
         programs.of(spec).check_can(use, run.name)

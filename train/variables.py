@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import os
-import re
 import socket
 import struct
 from collections.abc import Mapping, MutableMapping
@@ -127,28 +125,3 @@ def remedy(variable: str, interface: str = "") -> str:
     """Return the command that sets a usable value."""
     name = interface or next(iter(interfaces()), "lo")
     return f"export {variable}={'=' if variable == NCCL else ''}{name}"
-
-
-_OF_SETTINGS = (
-    (r"Unable to find address for: ", GLOO, "gloo takes whole names separated by commas, without ^, = or prefixes"),
-    (r"[Nn]o socket interface found|Bootstrap : no .*interface", NCCL, "NCCL finds no such interface"),
-    (r"unsupported gloo device", "GLOO_DEVICE_TRANSPORT", "this torch has no such transport; unset it"),
-    (
-        r"CachingAllocator option|Error parsing CachingAllocator",
-        "PYTORCH_CUDA_ALLOC_CONF",
-        "torch knows no such option",
-    ),
-    (r"nvalid value for (?:the )?environment variable:? *(?P<name>[A-Z][A-Z0-9_]+)", "", "torch cannot read that"),
-    (r"environment variable (?P<name>[A-Z_]+) expected, but not set", "", "torchrun sets it"),
-)
-"""Messages that only a variable causes: a pattern, the variable's name, and what is wrong with it."""
-
-
-def behind(message: str, environ: Mapping[str, str] = os.environ) -> str:
-    """Return which variable causes an error, and what to set; '' if none does."""
-    for pattern, variable, why in _OF_SETTINGS:
-        if found := re.search(pattern, message):
-            name = variable or found["name"]
-            way = f"; try: {remedy(name)}" if name in (GLOO, NCCL) else ""
-            return f"{name} is {environ.get(name) or 'not set'}: {why}{way}"
-    return ""

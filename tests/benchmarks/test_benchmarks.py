@@ -29,6 +29,7 @@ RUNS = [f"{count} {state}" for state in ("running", "finished") for count in (1,
     ("session", ["--steps", "20", "--times", "1"], SESSIONS),
     ("start", ["--times", "1"], STARTS),
     ("stop", ["--times", "1"], ["plain DDP, no stop", "train: rides along", "a separate reduction"]),
+    ("writing", ["--times", "1", "--megabytes", "64"], ["past the page cache", "ordinary writes, pages dropped"]),
 ])  # fmt: skip
 def test_a_benchmark_prints_a_row_a_way(name: str, options: list[str], first: list[str], tmp_path: Path) -> None:
     command = [sys.executable, "-m", f"benchmarks.{name}", "--folder", str(tmp_path), *options]

@@ -32,6 +32,7 @@ from train.launcher import checks
 from train.launcher.request import Request
 from train.parallel.devices import prepare_nccl
 from train.parallel.rank_env import RankEnv
+from train.programs import TASK
 from train.run import folders, states
 from train.run.outcome import Outcome
 from train.run.run_folder import Run
@@ -226,7 +227,7 @@ def train_here(run: Run, stop: StopRequest | None = None) -> None:
     lock = run.acquire()
     assert lock is not None
     try:
-        supervise_alone(run, spec, ranks=1, train=rank, stop=StopRequest(()))
+        supervise_alone(run, spec, program=TASK, ranks=1, train=rank, stop=StopRequest(()))
     finally:
         lock.release()
     record = run.read()
@@ -262,7 +263,9 @@ def train_forked(
         with ThreadPoolExecutor(1) as pool, contextlib.redirect_stderr(io.StringIO()):
             watching = pool.submit(watch, processes)
             watching.add_done_callback(lambda done: run.ask_stop(states.NOW) if done.exception() else None)
-            Supervisor(run=run, spec=read_spec(run), ranks=processes, mode=mode, stop=StopRequest(())).keep()
+            Supervisor(
+                run=run, spec=read_spec(run), program=TASK, ranks=processes, mode=mode, stop=StopRequest(())
+            ).keep()
         watching.result()
     finally:
         lock.release()

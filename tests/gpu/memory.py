@@ -28,10 +28,10 @@ from tests.gpu.harness import (
     train_forked,
     train_here,
 )
+from train.causes import GPU_MEMORY, MEMORY
 from train.run import states
 from train.run.run_folder import Run
 from train.supervise.decide import LaunchMode
-from train.supervise.memory import ADVICE, ADVICE_ON_GPU
 from train.tasks import text
 
 _KEPT, _FOUND, _FULL = "weights that fsdp of one rank keeps", "a micro batch that fits", "a device that is full"
@@ -107,7 +107,7 @@ def _full(scale: Scale) -> Iterator[Row]:
     found = f"{size} of a batch of {2 * _FITS}: {str(record.get('micro_batch_size_reason'))[:160]}"
     yield Row(_FOUND, found, OK if size == _FITS else FAILED, str(_FITS))
     said = str(record["reason"])
-    is_told = said.startswith("out of memory (") and (ADVICE_ON_GPU if scale.is_gpu else ADVICE) in said
+    is_told = said.startswith("out of memory (") and (GPU_MEMORY if scale.is_gpu else MEMORY).remedy in said
     is_right = is_told and said in done.stderr and done.returncode == 3 and record["state"] == states.FAILED
     found = f"exit code {done.returncode}, {record['state']}: {said}"
     yield Row(_FULL, found, OK if is_right else FAILED, "exit code 3, the cause and a remedy")

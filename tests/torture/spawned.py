@@ -17,12 +17,12 @@ from pathlib import Path
 import psutil
 
 from tests.torture.check import PATIENCE, Failure, check_nothing_lost, logs, saved
-from train import hash_seed
+from train import hash_seed, programs
 from train.checkpoint import manifest
 from train.run import outcome, states
 from train.run.run_folder import Run
 from train.run.spec import read_spec
-from train.supervise import attempts, decide, programs
+from train.supervise import attempts, decide
 from train.supervise.decide import Facts, LaunchMode
 from train.supervise.ranks import TaskRanks
 from train.zygote.client import CHECKS, RANKS, Zygote, acquire, lives

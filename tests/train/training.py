@@ -18,6 +18,7 @@ from tests import changes
 from tests.tasks import TASKS
 from tests.train import forks
 from tests.train.specs import with_spec
+from train import programs
 from train.data.order import order
 from train.launcher import checks
 from train.launcher.fork import prepare_fork
@@ -108,7 +109,12 @@ class Engine:
                 is_foreground=True,
             )
             self.code = Supervisor(
-                run=run, spec=read_spec(run), ranks=made, mode=LaunchMode.FOREGROUND, stop=StopRequest(())
+                run=run,
+                spec=read_spec(run),
+                program=programs.TASK,
+                ranks=made,
+                mode=LaunchMode.FOREGROUND,
+                stop=StopRequest(()),
             ).keep()
         finally:
             lock.release()

@@ -26,6 +26,7 @@ from ..run.heartbeat import Heart
 from ..run.spec import read_spec
 from ..signals import StopRequest
 from ..trainer import setup
+from ..trainer.step_stats import COUNT, LOSS
 from ..trainer.train import Loop
 
 FIRST, LAST = 1e-7, 10.0
@@ -94,7 +95,7 @@ def measure(folder: Path, request: Request, steps: int) -> tuple[list[float], li
             loop.step()
             ((made, updates, _),) = loop.readback.take(everything=True)
             (sums,) = updates.values()
-            loss = sums["loss"] / (sums["count"] or 1)
+            loss = sums[LOSS] / (sums[COUNT] or 1)
             if not math.isfinite(loss) or loss > _BLOWN * abs(losses[0] if losses else loss):
                 break
             rates.append(made.rate)

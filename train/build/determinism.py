@@ -8,9 +8,9 @@ import re
 import torch
 from torch import nn
 
+from .. import causes
 from ..config import Config
 
-_NONE = re.compile(r"(\S[^\n.]*?) does not have a deterministic implementation")
 _WARNED = re.compile(r"(\S[^\n.]*?) (?:does not have a deterministic implementation|defaults to a non-deterministic)")
 _CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
 
@@ -61,10 +61,4 @@ def lay_out(model: nn.Module, config: Config) -> nn.Module:
 
 def refusal(error: BaseException) -> str:
     """Return the message for an operation that torch refuses because it is not deterministic; '' for others."""
-    found = _NONE.search(str(error)) if isinstance(error, RuntimeError) else None
-    if found is None:
-        return ""
-    return (
-        f"{found[1]} has no deterministic implementation on this device; use another operation, or start "
-        "the run with --deterministic false (a resume then ends with other bits)"
-    )
+    return causes.DETERMINISM.told(str(error)) if isinstance(error, RuntimeError) else ""

@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from .. import config as configuration
 from .. import doing
 from ..checkpoint.extra import Extra
+from ..code import copies
 from ..config import Config
 from ..data import fingerprint as fingerprints
 from ..data.fetch import EVALUATION, TRAINING, BadSample, fetcher, is_indexed_at_once
@@ -29,7 +30,8 @@ from ..data.to_device import prepared
 from ..errors import Refused, TrainingFailed, one_line
 from ..parallel.precision import Precision
 from ..parallel.torch_private import buffers_of
-from ..run import copies, imports, owner
+from ..run.owner import TrustedRun
+from ..run.ownership import MODULES
 from ..run.run_folder import Run
 from ..run.spec import Spec
 from ..tasks import Task, load, where
@@ -48,33 +50,33 @@ def task_of(run: Run, spec: Spec) -> Task:
     Raises:
         Refused: the copy is gone or broken, or another user's.
     """
-    run = owner.opened(run)
+    run = TrustedRun(run)
     if not spec.task:
-        raise Refused(f"{run.folder / 'run.json'} names no task; put it back")
+        raise Refused(f"{run.path / 'run.json'} names no task; put it back")
     os.environ["TRAIN_RUN_DIR"] = str(run.path)  # for the task's own files, in data workers too
     os.environ["TRAIN_NAME"] = run.name
     task = _loaded(run, spec)
     return task if spec.config.get("overfit") is None else task.to_overfit()
 
 
-def _loaded(run: Run, spec: Spec) -> Task:
+def _loaded(run: TrustedRun, spec: Spec) -> Task:
     if spec.task != "task.py":
         return load(spec.task)
     if not (run.folder / "task.py").is_file():
-        raise Refused(f"{run.folder / 'task.py'} is missing; put the task's copy back")
+        raise Refused(f"{run.path / 'task.py'} is missing; put the task's copy back")
     code = copies.of_run(run, spec)
     try:
         return load(
             "task.py",
             file=run.path / "task.py",
             beside=code.beside,
-            source=owner.read(run, "task.py"),
+            source=run.code("task.py"),
             seen_as=code.seen_as,
         )
     except Refused as error:
         if not code.are_copies:
             raise
-        modules = run.path / imports.MODULES
+        modules = run.path / MODULES
         raise Refused(f"{error}; its modules come from {modules}: remove that file to use the originals") from None
 
 

@@ -31,18 +31,23 @@ def rate_scale(config: Config) -> float:
     return config.batch_size / config.schedule.base_batch_size if config.schedule.scaling == "linear" else 1.0
 
 
-def rate_factor(config: Config, step: int, steps_per_epoch: int, total_steps: int, drops: int = 0) -> float:
-    """Return the factor of the peak learning rate in this step (counted from 0), after this many drops of plateau.
+def rate_factors(config: Config, steps_per_epoch: int, total_steps: int, drops: int = 0) -> Callable[[int], float]:
+    """Return the function from a step (counted from 0) to the factor of the peak learning rate, after this many drops
+    of plateau.
 
     The warm-up rises linearly and reaches 1 with its last step. Decays that end would reach min_factor at total_steps,
     so every step has a positive rate.
     """
-    decay = decays.of(config.schedule.decay)
+    schedule, decay = config.schedule, decays.of(config.schedule.decay)
     warmup = 0 if decay.rises_by_itself else _warmup(config, steps_per_epoch, total_steps)
-    if step < warmup:
-        return (step + 1) / warmup
-    place = decays.Place(step, warmup, total_steps, steps_per_epoch, drops)
-    return max(decay.curve(config.schedule, place), config.schedule.min_factor)
+
+    def factor(step: int) -> float:
+        if step < warmup:
+            return (step + 1) / warmup
+        place = decays.Place(step, warmup, total_steps, steps_per_epoch, drops)
+        return max(decay.curve(schedule, place), schedule.min_factor)
+
+    return factor
 
 
 def _warmup(config: Config, steps_per_epoch: int, total_steps: int) -> int:
@@ -119,7 +124,8 @@ def factors(task: Task, planned: Planned, history: Sequence[Past] = ()) -> Calla
         total = (planned.end if decay.is_stretched else planned.total_steps) - start
         if decay.follows_evaluations:
             drops = plateau_drops(config, history, start + _warmup(config, per_epoch, total))
-        return lambda step: rate_factor(config, int(max(min(step, last) - start, 0)), per_epoch, total, drops)
+        curve = rate_factors(config, per_epoch, total, drops)
+        return lambda step: curve(int(max(min(step, last) - start, 0)))
     own, has_history = task.schedule, takes_history(task.schedule)
 
     def factor(step: int) -> float:

@@ -17,7 +17,7 @@ from typing import Any, cast
 
 from ..errors import Refused
 from ..launcher.resumable import gives_more
-from ..run import durable, folders, owner, states
+from ..run import durable, folders, states
 from ..run.record import Record
 from ..run.run_folder import Run
 from ..signals import USER
@@ -138,7 +138,7 @@ def statuses(runs: Iterable[Run], tell: Tell) -> Iterator[tuple[Run, Record]]:
     answers: dict[tuple[str, str | None], _Jobs | None] = {}
     for run in runs:
         try:
-            record = seen(run)
+            record = run.read_effective(of_any_format=True)
             if is_submitted(record) and record["state"] not in (states.FINISHED, states.FAILED):
                 at = record["submitted"]["engine"], record["submitted"].get("at")
                 if at not in answers:
@@ -156,23 +156,8 @@ def status(run: Run, tell: Tell) -> Record:
     Raises:
         Refused: the record cannot be read.
     """
-    record = seen(run)
-    return next((found for _, found in statuses([run], tell)), record) if is_submitted(record) else record
-
-
-def seen(run: Run) -> Record:
-    """Return a run's record as its folder shows it: the effective state, and the owner if that is another user.
-
-    Raises:
-        Refused: the record cannot be read.
-    """
     record = run.read_effective(of_any_format=True)
-    record.pop("owner", None)  # the run itself does not decide this
-    if other := owner.of_other(run):
-        record["owner"] = other
-        if record["state"] == states.COPY:  # a resume would not adopt it
-            record["reason"] = "it belongs to another user; copy its folder to get a run of yours"
-    return record
+    return next((found for _, found in statuses([run], tell)), record) if is_submitted(record) else record
 
 
 def _answer(record: Record, tell: Tell) -> _Jobs | None:

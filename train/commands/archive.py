@@ -27,9 +27,9 @@ def add_arguments(parser: Parser) -> None:
 
 def run(options: Namespace, runs: Path) -> int:
     """Write the file, and print the command that resumes the run on another machine."""
+    from .. import programs
     from ..cluster import jobs
-    from ..run import durable, folders, imports
-    from ..supervise import programs
+    from ..run import durable, folders, ownership
 
     found = folders.find(runs, options.name)
     record, target = found.read(), Path(f"{found.name}.tar" if options.to is None else options.to)
@@ -54,7 +54,7 @@ def run(options: Namespace, runs: Path) -> int:
                     raise Refused(f"{error.filename} cannot be read: {error.strerror}") from None
     finally:
         lock.release()
-    has_copies = (found.folder / imports.MODULES).exists()
+    has_copies = (found.folder / ownership.MODULES).exists()
     other = list(record.get("task_watched") or {}) + ([] if has_copies else list(record.get("task_imports") or {}))
     other += record.get("script_files") or {}
     if other:

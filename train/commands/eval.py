@@ -35,11 +35,11 @@ def add_arguments(parser: Parser) -> None:
 
 def run(options: Namespace, runs: Path) -> int:
     """Evaluate the checkpoint and print the metrics."""
-    from ..run import best, durable, folders, owner
+    from .. import programs
+    from ..run import best, durable, folders
     from ..run.spec import read_spec
-    from ..supervise import programs
 
-    run = owner.opened(folders.find(runs, options.name))
+    run = folders.find_trusted(runs, options.name)
     spec, flags = read_spec(run), options.flags
     programs.of(spec).check_can("eval", run.name)
     eval_fields.check(flags)

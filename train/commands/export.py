@@ -35,15 +35,15 @@ def add_arguments(parser: Parser) -> None:
 
 def run(options: Namespace, runs: Path) -> int:
     """Write the file."""
-    from ..run import best, durable, folders, owner
+    from .. import programs
+    from ..run import best, durable, folders
     from ..run.spec import read_spec
-    from ..supervise import programs
 
     target = Path(options.to).absolute()
     if options.weights == "trained" and target.suffix == ".onnx":
         raise Refused("--weights trained writes only a part of the model; give --to a .safetensors or .pt file")
     durable.check_target(Path(options.to), SUFFIXES)
-    run = owner.opened(folders.find(runs, options.name))
+    run = folders.find_trusted(runs, options.name)
     spec = read_spec(run)
     program = programs.of(spec)
     program.check_can("export", run.name)

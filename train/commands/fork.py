@@ -52,13 +52,12 @@ def run(options: Namespace, runs: Path) -> int:
 
 def start(options: Namespace, runs: Path) -> str:
     """Start the new run inside tmux, for the command and for Python. Return its name."""
-    from .. import config, tasks
+    from .. import config, programs, tasks
     from ..launcher.launches import Fork
-    from ..run import best, environment, folders, owner
+    from ..run import best, environment, folders
     from ..run.spec import spec_of
-    from ..supervise import programs
 
-    of = owner.opened(folders.find(runs, options.name))
+    of = folders.find_trusted(runs, options.name)
     record, restarts = of.read(), number("max-restarts", options.max_restarts)
     spec = spec_of(record, of.read_config())
     config.check_flags(options.flags)
@@ -66,7 +65,7 @@ def start(options: Namespace, runs: Path) -> str:
         raise Refused(f"--{init}: a fork uses the weights of its checkpoint; for others: train launch TASK --init FILE")
     program = programs.of(spec)
     program.check_can("fork", of.name)
-    _check_kind(options, is_task=program is programs.TASK, name=of.name)
+    program.check_options(vars(options))
     wanted = best.checkpoint_named(of, spec, options.checkpoint, tell=screen.remark)
     step = wanted.step or of.newest_checkpoint
     name = options.new or folders.fresh_name(runs, of.name)
@@ -87,13 +86,3 @@ def start(options: Namespace, runs: Path) -> str:
     )
     screen.remark(f"{name} {begins}{code}")
     return name
-
-
-def _check_kind(options: Namespace, *, is_task: bool, name: str) -> None:
-    """Refuse options that are for the other kind of program."""
-    if is_task and options.arguments:
-        raise Refused(f"unexpected {options.arguments[0]}: {name} runs a task, which takes flags only: --FLAG VALUE")
-    if is_task and options.on_restart is not None:
-        raise Refused(f"--on-restart is for scripts, and {name} runs a task, which continues by itself")
-    if not is_task and options.task is not None:
-        raise Refused(f"--task: {name} runs a script, which starts as its file is now; edit the file")

@@ -101,24 +101,16 @@ def check(options: Namespace, request: Request, runs: Path) -> None:
     if sum(given is not None for given in (options.script, options.module, options.task)) != 1:
         way = "a TASK, or --script FILE or --module NAME with arguments after --"
         raise Refused(f"give one of: {way}; see: train launch --help")
+    from .. import programs
+    from ..scripts import check, reader
+
+    (programs.SCRIPT if options.task is None else programs.TASK).check_options(vars(options))
     if options.task is not None:
-        if options.on_restart is not None:
-            raise Refused("--on-restart is for scripts; a task continues from its checkpoint by itself")
-        if options.figures is not None:
-            raise Refused("--figures is for scripts; a task writes its metrics itself")
-        if options.arguments:
-            raise Refused(f"unexpected {options.arguments[0]}: a TASK takes flags only; see: train launch --help")
         check_now(request, runs)
         return
-    if options.config is not None:
-        raise Refused("--config is for tasks; give the arguments of a script after --")
-    if options.nnodes is not None:
-        raise Refused("--nnodes is for tasks; start a script on several machines with torchrun")
-    from ..launcher import script
-    from ..run import figures
 
-    figures.check(options.figures or [])
-    script.check_now(
+    reader.check(options.figures or [])
+    check.check_now(
         options.script or "", module=options.module or "", arguments=options.arguments, on_restart=options.on_restart,
         flags=options.flags,
     )  # fmt: skip

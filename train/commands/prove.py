@@ -125,7 +125,7 @@ def _is_ordered(options: Namespace) -> bool:
 
 def _is_script(task: str) -> bool:
     """Whether a file is a script with a session and no task."""
-    from ..launcher.script import opens_session
+    from ..scripts.check import opens_session
 
     path = Path(task)
     if path.suffix != ".py" or not path.is_file() or not opens_session(path):
@@ -135,12 +135,12 @@ def _is_script(task: str) -> bool:
 
 def _check_session(options: Namespace) -> None:
     """Refuse a script without a session: nothing is known of its state."""
-    from ..launcher import script
-    from ..run import imports
+    from ..code import imports
+    from ..scripts.check import find_module, opens_session
 
-    path = script.find_module(options.module) if options.module else Path(options.script).absolute()
+    path = find_module(options.module) if options.module else Path(options.script).absolute()
     sources = [path, *(Path(name) for name in imports.of_script(path) if name.endswith(".py"))]
-    if not any(map(script.opens_session, sources)):
+    if not any(map(opens_session, sources)):
         raise Refused(
             f"{path.name} opens no session, so its state is not known; add ts.session() and register what it trains "
             "with: docs/sessions.md"

@@ -81,17 +81,16 @@ def start(options: Namespace, runs: Path) -> Path | None:
     from ..cluster import jobs
     from ..launcher.launches import Resume
     from ..launcher.resumable import check_flags, nothing_left
-    from ..run import folders, owner
+    from ..run import folders
 
     name = options.name
     runs = folders.of_this_machine(runs, name, number("node-rank", options.node_rank))
-    run = folders.find(runs, name)
-    owner.opened(run)
+    run = folders.find_trusted(runs, name)
     record = run.read()
     check_flags(run, options.flags)
     if jobs.is_submitted(record):
         _check_submitted(options, name)
-        said = jobs.resume(run, options.flags)
+        said = jobs.resume(run.by_path(), options.flags)
         if not said:
             screen.say(f"{name} has finished already; for more: train resume {name} --epochs N")
             return None

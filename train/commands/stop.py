@@ -24,10 +24,10 @@ def add_arguments(parser: Parser) -> None:
 
 def run(options: Namespace, runs: Path) -> int:
     """Stop the run, wait until it has ended, and print its state."""
+    from .. import programs
     from ..cluster import jobs
     from ..launcher import stopping, tmux
     from ..run import folders
-    from ..supervise import programs
 
     if tmux.end_check(runs, options.name) and not folders.record_of(runs, options.name):
         screen.say(f"{options.name}: its launch was ended while it was being checked; there is nothing to resume")

@@ -6,11 +6,10 @@ from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
-from .. import screen
+from .. import programs, screen
 from ..cluster.engine import ENGINES, Submission, engine, seconds_of
 from ..errors import EXIT_FINISHED, Refused
 from ..launcher.ranks_and_gpus import MOST_RANKS
-from ..supervise import programs
 from ..supervise.timeouts import WAIT_MINUTES
 from .completion_values import words
 from .options import MOST_NODES, add_task, check_now, follow, request_of, wait_minutes

@@ -23,12 +23,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .. import format, variables
+from .. import causes, format, variables
 from ..errors import one_line
 from ..gpus import number_by_bus
 from ..nodes.node_checks import code_digest
 from ..parallel.devices import prepare_nccl
 from ..parallel.rank_env import is_under_torchrun, meeting_port, read_rank_env
+from ..supervise.memory import refused_at
 from . import finding, peers
 from .finding import Finding, ok, problem, warning
 
@@ -228,7 +229,7 @@ def _sums(job: JobRank, store: dist.Store, facts: Facts, backend: str) -> Iterat
     bad = {rank: each["error"] for rank, each in answers.items() if each["error"]}
     bad.update(dict.fromkeys(missing, "did not answer"))
     if bad:
-        who = "; ".join(f"rank {rank} ({facts[rank]['host']}): {error[:160]}" for rank, error in sorted(bad.items()))
+        who = "; ".join(f"rank {rank} ({facts[rank]['host']}): {error}" for rank, error in sorted(bad.items()))
         remedy = f"train doctor --rendezvous {job.address}:{job.port}  # on each; NCCL_DEBUG=INFO shows more"
         if (
             backend == "nccl"
@@ -276,5 +277,6 @@ def _reduce(job: JobRank, store: dist.Store, backend: str) -> dict[str, Any]:
         dist.destroy_process_group()
     except Exception as error:  # any error is a finding
         text = one_line(f"{type(error).__name__}: {error}")
-        said = variables.behind(text) or text
+        cause = causes.certain(text)
+        said = cause.told(text, limit=refused_at()) if cause is not None else text[:160]
     return {"error": said, "seconds": seconds}

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import functools
 import json
 import os
 import shutil
@@ -144,9 +145,9 @@ def _answer(folder: Path, answer: dict[str, Any]) -> bool:
 
 def keep(opened: OpenedRun, stop: StopRequest) -> int:
     """Run the ranks until the run ends, and show its progress on the terminal. Returns the exit code."""
+    from .. import programs
     from ..nodes.multi_node import MultiNodeSupervisor
     from ..nodes.nodes import Nodes, Settings
-    from ..supervise import programs
     from ..supervise.attempts import Supervisor
     from ..supervise.decide import LaunchMode
     from . import tmux
@@ -173,12 +174,10 @@ def keep(opened: OpenedRun, stop: StopRequest) -> int:
         if spec.cluster is not None:
             nodes = Nodes(run, spec, nproc=count, settings=Settings(**spec.cluster), listening=opened.listening)
         ranks = program.ranks(run, spec=spec, lock=opened.lock, count=count, zygote=opened.zygote, nodes=nodes, say=say)
-        if nodes is not None:
-            code = MultiNodeSupervisor(run, spec, ranks=ranks, stop=stop, show=show, say=say, nodes=nodes).keep()
-        else:
-            code = Supervisor(
-                run=run, spec=spec, ranks=ranks, mode=LaunchMode.LAUNCHED, stop=stop, show=show, say=say
-            ).keep()
+        keeps = Supervisor if nodes is None else functools.partial(MultiNodeSupervisor, nodes=nodes)
+        code = keeps(
+            run=run, spec=spec, program=program, ranks=ranks, mode=LaunchMode.LAUNCHED, stop=stop, show=show, say=say
+        ).keep()
     except (OSError, Refused) as error:  # the disk fails or the run folder is gone
         say(f"{run.name} cannot continue: {one_line(error)}")
         return EXIT_FAILED

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from .. import doing
+from .. import causes, doing
 from ..build import objects
 from ..build.freeze import set_training
 from ..build.loss import training_loss
@@ -21,9 +21,6 @@ from ..parallel.torch_private import BatchNorm, without_compiler
 from ..tasks import Task
 from .case import Case, Kind
 from .resumable import fork_of
-
-_SAID = "Expected more than 1 value per channel when training"
-"""Part of torch's error message."""
 
 
 def check(case: Case) -> None:
@@ -86,5 +83,5 @@ def _fails(task: Task, config: Config, train_set: object, model: nn.Module, rank
             for update in read_updates(task, model, config):
                 training_loss(update.loss, lambda loss: loss(model), batch=batch, samples=1, what=update.what)
     except Exception as error:  # any other error is reported better by the run itself
-        return _SAID in str(error)
+        return causes.BATCH_NORM.matches(str(error))
     return False

@@ -22,7 +22,7 @@ from pathlib import Path
 from subprocess import DEVNULL
 from typing import TYPE_CHECKING, Any
 
-from .. import module_runner
+from .. import causes, module_runner
 from ..errors import Refused, one_line
 from ..signals import end_with_parent, leave
 from ..supervise import memory
@@ -99,7 +99,7 @@ def _try(request: dict[str, Any]) -> str:
     for code, message in zip(codes, messages, strict=True):
         if code == -signal.SIGKILL:
             return f"a rank was killed; the memory limit is {memory.refused_at()}"
-        if code == _FULL or (code and memory.is_refused(message)):
+        if code == _FULL or (code and causes.MEMORY.matches(message)):
             return message
     for code, message in zip(codes, messages, strict=True):
         if code != 0:
@@ -127,7 +127,7 @@ def main() -> None:
     except Exception as error:
         code, message = 1, where(error, task.file)
         text = one_line(f"{type(error).__name__}: {error}")
-        if isinstance(error, (torch.OutOfMemoryError, MemoryError)) or memory.is_refused(text) or is_full(text):
+        if isinstance(error, (torch.OutOfMemoryError, MemoryError)) or causes.MEMORY.matches(text) or is_full(text):
             code, message = _FULL, text
     print(message, file=sys.stderr)
     leave(code)  # other ranks may be gone, and an orderly exit would wait for them
@@ -139,7 +139,7 @@ def is_full(text: str) -> bool:
     NCCL, cuBLAS and Triton have messages that differ from torch's. For cuDNN torch tries one engine after the other,
     skips those whose workspace it cannot allocate, and reports that no engine was found (Conv_v8.cpp).
     """
-    return any(phrase in text for phrase in ("out of memory", "ALLOC_FAILED", "unable to find an engine"))
+    return causes.GPU_MEMORY.matches(text) or causes.NO_ENGINE.matches(text)
 
 
 def _steps(task: Any, config: Any, rank: int, ranks: int, store: str) -> None:

@@ -21,13 +21,14 @@ from .. import config as configuration
 from .. import doing, gpus
 from ..build import cores, initial_weights, objects, schedule
 from ..build.reads import recording
+from ..code import imports
 from ..config import Config, decays, strategies
 from ..data import fingerprint, probe
 from ..data.fetch import EVALUATION, TRAINING, is_indexed_at_once
 from ..errors import Refused
 from ..parallel.devices import check_fork, check_kernels, pick_device
 from ..parallel.precision import Precision, auto, lacks_tf32
-from ..run import imports
+from ..run.ownership import MODULES
 from ..tasks import Task
 from ..trainer import trace
 from ..trainer.loggers import wandb
@@ -49,7 +50,7 @@ from .request import ALONE, Plan, Request, resolve, scratch_run_dir
 from .task_source import kept, of_task, unused_warning
 from .unused_fields import asked
 
-_CODE = ("task.py", imports.MODULES)
+_CODE = ("task.py", MODULES)
 """Files with the code of a run."""
 _OF_CODE = ("task", "task_source", "task_imports", "task_watched", "task_sha256")
 """Fields of run.json about the code of a run."""

@@ -9,16 +9,17 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from .. import doing, hash_seed, variables
+from .. import doing, hash_seed, programs, variables
+from ..code import copies, imports
 from ..errors import Refused
 from ..nodes import address
-from ..run import copies, durable, environment, folders, imports, owner, ownership, states, wandb_run
+from ..programs import Program
+from ..run import durable, environment, folders, ownership, states, wandb_run
 from ..run.record import Record
 from ..run.run_folder import Lock, Run
 from ..run.spec import read_spec
-from ..supervise import attempts, programs
+from ..supervise import attempts
 from ..supervise.decide import CODES
-from ..supervise.programs import Program
 from ..zygote.client import Zygote, acquire
 from . import ranks_and_gpus, resumable
 from .request import Launch, OpenedRun, Plan, numbers_of
@@ -78,10 +79,10 @@ def reopen(launch: Launch, environ: Mapping[str, str], *, by_keeper: bool) -> Op
     Raises:
         Refused: the resume is not possible; nothing has been changed.
     """
-    run = folders.find(Path(launch.runs), launch.name)
-    held = owner.opened(run)
-    run = run if run.read().get("cluster") else held  # other machines know the run by its path
-    lock = run.acquire(patience=10.0 if run.read().get("state") in CODES else 1.0)
+    own = folders.find_trusted(Path(launch.runs), launch.name)
+    record = own.read()
+    run = own.by_path() if record.get("cluster") else own  # other machines know the run by its path
+    lock = run.acquire(patience=10.0 if record["state"] in CODES else 1.0)
     if lock is None:
         raise Refused(f"{run.name} is running; see: train show {run.name}")
     try:
@@ -120,12 +121,12 @@ def _reopen(launch: Launch, run: Run, lock: Lock, environ: Mapping[str, str], by
         files = {environment.FILE: environment.to_json(saved), **files}
     # submitted: a node may lack the key with which the run was signed
     is_copy = record.get(ownership.DIGEST) and not record.get("submitted")
-    if not record.get(wandb_run.FIELD) or (is_copy and not ownership.was_started_here(run.path, record)):
+    if not record.get(wandb_run.FIELD) or (is_copy and not run.was_started_here(record)):
         changes[wandb_run.FIELD] = wandb_run.new_id()
     for name, content in files.items():
         durable.write_atomically(run.folder / name, content)
     if not by_keeper:  # last: an interruption before it leaves the `copy` state
-        changes |= ownership.sign(run.path, {**record, **changes})
+        changes |= run.signature({**record, **changes})
     run.update(lambda record: record.pop("refused", None), **changes)
     return OpenedRun(run=run, spec=read_spec(run), lock=lock, plan=plan, zygote=zygote, listening=listening)
 
@@ -191,7 +192,7 @@ def _check_still_wanted(run: Run, record: Record) -> dict[str, int]:
         raise Refused(f"{run.name} is {record['state']}")
     if record["state"] == states.STOPPED and not states.rests_by_itself(record):
         raise Refused(f"{run.name} was stopped by its user")
-    if not ownership.was_started_here(run.path, record):
+    if not run.was_started_here(record):
         raise Refused(f"{run.name} counts as a copy; only its user resumes it: train resume {run.name}")
     if not resumable.keeper_may_start(record):
         raise Refused(f"{run.name} is not restarted by itself (--max-restarts); only its user starts it again")

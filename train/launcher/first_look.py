@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from .. import causes
 from ..build import determinism, objects
 from ..config import Config
 from ..data.aside import aside
@@ -152,7 +153,7 @@ def _said(task: Task, error: BaseException) -> str:
 
 def _recurs(task: Task, error: BaseException, device: str) -> bool:
     """Whether the error would recur in the run, on the run's device and with whole sets."""
-    if isinstance(error, ComputeMetricsFailed) or passes(error) or memory.is_refused(str(error)):
+    if isinstance(error, ComputeMetricsFailed) or passes(error) or causes.MEMORY.matches(str(error)):
         return False
     if device == "cpu" or isinstance(error, (TrainingFailed, Refused)):
         return True

@@ -16,9 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from .. import doing, gpus, screen
+from ..code import imports
 from ..errors import EXIT_REFUSED, Refused, one_line
 from ..parallel.rank_env import RankEnv, is_under_torchrun, meeting_port, read_rank_env
-from ..run import environment, folders, imports, outcome
+from ..programs import TASK
+from ..run import environment, folders, outcome
 from ..run.outcome import Kind, Outcome
 from ..run.run_folder import Lock, Run
 from ..run.spec import Spec, read_spec
@@ -61,7 +63,7 @@ def run(new: NewRun, is_spawned: bool) -> int:
     spec, first = read_spec(made), made.name
     ranks = TaskRanks(made, spec, lock=lock, count=plan.ranks, zygote=zygote, is_foreground=True)
     supervisor = Supervisor(
-        run=made, spec=spec, ranks=ranks, mode=LaunchMode.FOREGROUND, stop=stop, is_for_look=not new.name
+        run=made, spec=spec, program=TASK, ranks=ranks, mode=LaunchMode.FOREGROUND, stop=stop, is_for_look=not new.name
     )
     code = supervisor.keep()
     zygote.close()
@@ -148,7 +150,7 @@ def _under_torchrun(new: NewRun) -> int:
             end, code = _rank_of_torchrun(made, spec, attempt, rank_env, stop)
             return end
 
-        supervise_alone(made, spec, ranks=rank_env.size, train=rank, stop=stop)
+        supervise_alone(made, spec, program=TASK, ranks=rank_env.size, train=rank, stop=stop)
         if not new.name and not made.newest_checkpoint and (_is_last_try() or made.read()["state"] in CODES):
             _wait_for(store, _LEFT, rank_env.size - 1)  # they write their logs
             _remove_look(made, first, spec.task_source)

@@ -15,7 +15,7 @@ from ..build.objects import config_of, task_of
 from ..config import Config
 from ..config.resolve import check_lasts
 from ..errors import Refused
-from ..run import owner
+from ..run.owner import TrustedRun
 from ..run.run_folder import Run
 from ..run.spec import spec_of
 from ..tasks import Task
@@ -28,7 +28,7 @@ from .unused_fields import asked
 
 
 @scratch_run_dir()
-def prepare_fork(run: Run, step: int, flags: dict[str, str], ranks: int, file: str | None = None) -> Plan:
+def prepare_fork(own: TrustedRun, step: int, flags: dict[str, str], ranks: int, file: str | None = None) -> Plan:
     """Check a new run that continues from a checkpoint of this one, with these changes.
 
     Args:
@@ -38,9 +38,8 @@ def prepare_fork(run: Run, step: int, flags: dict[str, str], ranks: int, file: s
     Raises:
         Refused: it cannot continue so.
     """
-    mine = owner.opened(run)
-    record = mine.read()
-    spec = spec_of(record, mine.read_config())
+    record, run = own.read(), own.by_path()
+    spec = spec_of(record, own.read_config())
     given = Path(file) if file is not None else None
     task = task_of(run, spec) if given is None else load_task(str(given))  # not both: modules would hide each other
     source = None if given is None else of_task(task.file, given.parent)

@@ -17,11 +17,12 @@ import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from .. import hash_seed, screen
+from .. import hash_seed, programs, screen
 from ..errors import EXIT_FINISHED, Refused, one_line
-from ..run import folders, owner, ownership, run_folder, states
+from ..helper import Helper
+from ..run import folders, ownership, run_folder, states
 from ..run.run_folder import Run
-from ..supervise import programs
+from ..scripts.command import BEGINS_ANEW
 from ..zygote import client as zygote
 from . import mirrored, resumable, stopping, tmux
 from .launches import Resume
@@ -39,26 +40,9 @@ _at_once = threading.Semaphore(8)
 """Limits how many runs are handled at the same time."""
 
 
-class _Lender:
-    """Holds the zygote that launches borrow, and starts it again when it has ended, as it does when packages change."""
-
-    def __init__(self) -> None:
-        self._process: subprocess.Popen[bytes] | None = None
-        self._at = -LEND_AGAIN
-
-    def keep(self) -> None:
-        if os.environ.get(zygote.OFF) == "off" or time.monotonic() - self._at < LEND_AGAIN:
-            return
-        if self._process is None or self._process.poll() is not None:
-            self._at = time.monotonic()
-            try:
-                self._process = zygote.start_lender(hash_seed.with_seed(os.environ))
-            except OSError as error:  # the machine is busy
-                screen.say(f"{run_folder.now()} runs start slower for now, without a warm start: {one_line(error)}")
-
-    def end(self) -> None:
-        if self._process is not None:
-            zygote.end(self._process)
+def _lend() -> subprocess.Popen[bytes] | None:
+    """Start the zygote that launches borrow. It ends when packages change, for example."""
+    return None if os.environ.get(zygote.OFF) == "off" else zygote.start_lender(hash_seed.with_seed(os.environ))
 
 
 class _Care:
@@ -87,23 +71,28 @@ class _Log:
             screen.say(f"{run_folder.now()} {run.name}: {text}")
 
 
+def _sign_of_life() -> Path:
+    """Return the file that a keeper of this user touches while it lives. Raises OSError without a home folder."""
+    return ownership.state_folder() / "keeper"
+
+
 def touch_sign_of_life() -> None:
     """Give the keeper's sign of life, if the state folder is writable."""
     with contextlib.suppress(OSError):
-        ownership.state_folder().mkdir(mode=0o700, parents=True, exist_ok=True)
-        (ownership.state_folder() / "keeper").touch(mode=0o600)
+        _sign_of_life().parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        _sign_of_life().touch(mode=0o600)
 
 
 def remove_sign_of_life() -> None:
     """Remove the sign of life of a keeper that ends on request."""
     with contextlib.suppress(OSError):
-        (ownership.state_folder() / "keeper").unlink()
+        _sign_of_life().unlink()
 
 
 def last_seen() -> float | None:
     """Return when a keeper of this user last gave a sign of life, in seconds since the epoch. None: no keeper runs."""
     with contextlib.suppress(OSError):
-        return (ownership.state_folder() / "keeper").stat().st_mtime
+        return _sign_of_life().stat().st_mtime
     return None
 
 
@@ -124,7 +113,7 @@ def keep(runs: Path, once: bool) -> int:
     sign_of_life = touch_sign_of_life if not once else (lambda: None)
     # one thread per run: a run whose dataset hangs during its check must not delay the others
     cares: dict[Path, _Care] = {}
-    held = _Lender()
+    lender = Helper(_lend, pause=LEND_AGAIN, longest=LEND_AGAIN)
     while not ended.is_set():
         sign_of_life()
         for run in folders.every_here(runs):
@@ -136,12 +125,15 @@ def keep(runs: Path, once: bool) -> int:
                 sign_of_life()  # many runs that need something take long
         if once:
             break
-        held.keep()
+        try:
+            lender.keep()
+        except OSError as error:  # the machine is busy
+            screen.say(f"{run_folder.now()} runs start slower for now, without a warm start: {one_line(error)}")
         ended.wait(LOOK_EVERY)
     _join([care.thread for care in cares.values()], sign_of_life)
     if not once or ended.is_set():
         _stop_all(runs, tell, sign_of_life)
-    held.end()
+    lender.end(zygote.ENDING)
     if not once:
         remove_sign_of_life()
     return EXIT_FINISHED
@@ -178,21 +170,18 @@ def _resume_if_interrupted(run: Run, tell: _Log, ended: threading.Event) -> None
     # for a moment between its creation and its first attempt a run has no process
     is_stillborn = record["state"] == states.CREATED and not run.alive() and not resumable.is_kept_elsewhere(record)
     is_stillborn &= time.time() - (run.folder / "run.json").stat().st_mtime > 30
-    is_wanted = (
-        (ownership.was_started_here(run.folder, record) or None) if is_stillborn else resumable.is_resumable(run)
-    )
+    is_wanted = (run.was_started_here(record) or None) if is_stillborn else resumable.is_resumable(run)
     program = programs.of_record(record)
     if is_wanted is None:
         tell(run, f"left alone, because it counts as a copy; to continue it: train resume {run.name}")
     elif is_wanted and not resumable.keeper_may_start(record):
-        why = f"it is a {program.name} whose restart {programs.BEGINS_ANEW}"
+        why = f"it is a {program.name} whose restart {BEGINS_ANEW}"
         if record.get("max_restarts") == 0:
             why = f"it is a {program.name} with --max-restarts 0"
         tell(run, f"left alone, because {why}; to start it again: train resume {run.name}")
         return
     if ended.is_set() or not is_wanted:
         return
-    owner.opened(run)
     launch = Resume(runs=str(run.folder.parent), name=run.name, by_keeper=True)
     for line in launch.start(ended.is_set):
         tell(run, f"warning: {line}")

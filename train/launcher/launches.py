@@ -15,14 +15,13 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from .. import breakpoints, caches, doing, hash_seed, variables
+from .. import breakpoints, caches, doing, hash_seed, programs, variables
 from ..errors import Refused
-from ..gpus import VISIBLE
-from ..run import environment, folders, owner, states
+from ..gpus import VISIBLE, seen_here
+from ..run import environment, folders, states
 from ..run.record import Record
 from ..run.run_folder import Lock, Run
 from ..signals import KEEPER, USER
-from ..supervise import programs
 from . import mirrored
 from .request import ALONE, Launch, OpenedRun, Plan, Request, numbers_of
 
@@ -70,7 +69,7 @@ class NewRun(Request, _New):
     submission: str | None = None
 
     def check(self) -> Plan:
-        from ..run import imports
+        from ..code import imports
         from .checks import prepare
         from .ranks_and_gpus import choose
 
@@ -115,16 +114,16 @@ class NewScript(_New):
     figures: list[str] = dataclasses.field(default_factory=list)
 
     def check(self) -> Plan:
-        from ..run import figures
-        from . import script
+        from ..scripts import check, reader
+        from .provenance import versions
         from .ranks_and_gpus import choose
 
         ranks, visible = choose(self.nproc, self.gpus)
-        record, warnings = script.check(
+        record, warnings = check.check(
             self.script, module=self.module, arguments=self.arguments, on_restart=self.on_restart, flags=self.flags
         )
-        figures.check(self.figures)
-        record["figures"] = self.figures
+        reader.check(self.figures)
+        record |= {"figures": self.figures, "versions": versions(seen_here())}
         return Plan(files={}, record=record, warnings=warnings, ranks=ranks, visible=visible)
 
     def open(self, environ: Mapping[str, str]) -> OpenedRun:
@@ -142,7 +141,7 @@ class Fork(_New):
         step: Step of the checkpoint; 0: the new run starts at the beginning.
         flags: Maps config fields that change to their values, as text.
         task: Path of an edited version of the task, or a built-in task; None: the forked run's own copy.
-        arguments: For a script: arguments that change or are added; see script_command.merged.
+        arguments: For a script: arguments that change or are added; see scripts/command.py.
         on_restart: For a script: as in `Resume`.
     """
 
@@ -155,16 +154,18 @@ class Fork(_New):
     on_restart: str | None = None
 
     def check(self) -> Plan:
-        from ..run import imports
-        from . import script
+        from ..code import imports
+        from ..scripts import check
+        from . import provenance
         from .ranks_and_gpus import choose
 
         ranks, visible = choose(self.nproc, self.gpus)
-        source = folders.find(Path(self.runs), self.of)
-        if isinstance(programs.of_record(source.read()), programs.Script):
-            made, copies, warnings = script.check_fork(
+        source = folders.find_trusted(Path(self.runs), self.of)
+        if not programs.of_record(source.read()).has_fields:
+            made, copies, warnings = check.check_fork(
                 source, self.step, arguments=self.arguments, on_restart=self.on_restart, flags=self.flags
             )
+            made |= {"versions": provenance.versions(seen_here()), "git_revision": provenance.git_revision()}
             return Plan(files={}, record=made, copies=copies, warnings=warnings, ranks=ranks, visible=visible)
         from .fork import prepare_fork
 
@@ -178,7 +179,7 @@ class Fork(_New):
     def open(self, environ: Mapping[str, str]) -> OpenedRun:
         from .create_run import create
 
-        source = owner.opened(folders.find(Path(self.runs), self.of))
+        source = folders.find_trusted(Path(self.runs), self.of)
         record = source.read()
         folders.enter(record.get("cwd") or "")
         return create(self, programs.of_record(record), environ, source=source)
@@ -203,22 +204,20 @@ class Resume(_Launch):
     by_keeper: bool = False
 
     def check(self) -> Plan:
-        from ..run import figures
-        from . import script
+        from ..scripts import check, reader
         from .ranks_and_gpus import choose_again
 
-        run, record = self.run, self.run.read()
+        run = folders.find_trusted(Path(self.runs), self.name)
+        record = run.read()
         ranks, visible = choose_again(run, record, nproc=self.nproc, gpus=self.gpus, now=self.visible)
-        if isinstance(programs.of_record(record), programs.Script):
-            fields, warnings = script.check_again(run, self.flags, self.on_restart)
+        program = programs.of_record(record)
+        program.check_options({"on_restart": self.on_restart, "figures": self.figures})
+        if not program.has_fields:
+            fields, warnings = check.check_again(run, self.flags, self.on_restart)
             if self.figures is not None:
-                figures.check(self.figures)
+                reader.check(self.figures)
                 fields["figures"] = self.figures
             return Plan(files={}, record=fields, warnings=warnings, ranks=ranks, visible=visible)
-        if self.on_restart is not None:
-            raise Refused(f"--on-restart is for scripts, and {run.name} runs a task, which continues by itself")
-        if self.figures is not None:
-            raise Refused(f"--figures is for scripts, and {run.name} runs a task, which writes its metrics itself")
         from .. import config as configuration
         from .resume import prepare_resume
 
@@ -242,7 +241,7 @@ class Resume(_Launch):
     def environ(self) -> tuple[dict[str, str], list[str]]:
         """Return the caller's environment merged into the recorded one, and warnings."""
         self.visible = None if self.by_keeper else os.environ.get(VISIBLE)
-        run = owner.opened(folders.find(Path(self.runs), self.name))
+        run = folders.find_trusted(Path(self.runs), self.name)
         saved = environment.read(run.folder)
         seed = environment.hash_seed_of(saved)
         mine = dict(os.environ) if seed is None else {**os.environ, hash_seed.SEED: seed}

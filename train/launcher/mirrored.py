@@ -10,7 +10,7 @@ from ..errors import Refused
 from ..mirror import remote
 from ..mirror import state as states
 from ..mirror.process import start_left_over
-from ..run import environment, ownership
+from ..run import environment
 from ..run.record import Record
 from ..run.run_folder import Run
 from .request import Launch, Plan
@@ -56,5 +56,5 @@ def _check_place(url: str, runs: Path) -> None:
 
 def complete_left_over(run: Run, record: Record) -> bool:
     """Start the copying of a run that ended before its mirror was complete. Returns whether that was needed."""
-    is_mine = not run.alive() and ownership.was_started_here(run.folder, record)
+    is_mine = not run.alive() and run.was_started_here(record)
     return is_mine and start_left_over(run)

@@ -9,12 +9,12 @@ import shlex
 import socket
 from collections.abc import Iterable
 
+from .. import programs
 from ..errors import Refused
 from ..run import heartbeat, run_folder, states
 from ..run.record import Record
 from ..run.run_folder import Run
 from ..run.spec import spec_of
-from ..supervise import programs
 
 
 def is_resumable(run: Run) -> bool | None:

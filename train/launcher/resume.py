@@ -10,8 +10,7 @@ from ..config import Config
 from ..config.resolve import check_changes
 from ..errors import Refused
 from ..parallel.devices import NoGPU
-from ..run import owner
-from ..run.run_folder import Run
+from ..run.owner import TrustedRun
 from ..run.spec import spec_of
 from . import checks
 from .case import Case, Kind, Past
@@ -20,7 +19,9 @@ from .resumable import fork_of
 from .unused_fields import asked
 
 
-def prepare_resume(run: Run, flags: dict[str, str], local: int, nodes: range = ALONE) -> tuple[Config, list[str]]:
+def prepare_resume(
+    own: TrustedRun, flags: dict[str, str], local: int, nodes: range = ALONE
+) -> tuple[Config, list[str]]:
     """Check that a run can continue with these changes. Writes nothing but a damaged file of frozen weights. Also
     returns warnings.
 
@@ -31,9 +32,8 @@ def prepare_resume(run: Run, flags: dict[str, str], local: int, nodes: range = A
     Raises:
         Refused: the run cannot continue as it is, or not with these changes.
     """
-    mine = owner.opened(run)
-    record = mine.read()
-    spec = spec_of(record, mine.read_config())
+    record, run = own.read(), own.by_path()
+    spec = spec_of(record, own.read_config())
     task = task_of(run, spec)
     config = kept = config_of(run, task)
     if flags:

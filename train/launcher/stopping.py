@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import time
 
-from .. import screen, signals
+from .. import programs, screen, signals
 from ..errors import EXIT_FAILED, EXIT_FINISHED, Refused
 from ..run import states
 from ..run.record import Record
 from ..run.run_folder import Run
 from ..run.spec import spec_of
-from ..supervise import attempts, programs
+from ..supervise import attempts
 
 
 def stop(run: Run, program: programs.Program, *, now: bool) -> tuple[int, str]:
@@ -22,8 +22,8 @@ def stop(run: Run, program: programs.Program, *, now: bool) -> tuple[int, str]:
     run = run.held()  # the run may be renamed meanwhile
     while True:
         if run.alive():
-            if not now and (remark := program.stop_remark(run.name)):
-                screen.remark(remark)
+            if program.stop_remark and not now:
+                screen.remark(program.stop_remark.format(name=run.name))
             ask_to_stop(run, states.NOW if now else states.POLITE)
         record = run.read_effective()
         if not (record["state"] in (states.INTERRUPTED, states.COPY) or states.rests_by_itself(record)):

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from ..run import imports
+from ..code import imports
 from ..tasks import ARGUMENTS, Task, is_built_in
 
 _NAMES = {"config", "cfg", "conf"}

@@ -25,7 +25,7 @@ from typing import Any
 
 from .. import doing, module_runner, screen
 from ..errors import Refused
-from ..run import durable, environment, folders, ownership, run_folder
+from ..run import durable, environment, folders, run_folder
 from ..run.record import Record
 from ..run.run_folder import Run
 from ..zygote import client as zygote
@@ -225,8 +225,8 @@ def note_move(run: Run, record: Record, before: Path) -> bool:
     changes: dict[str, Any] = {}
     session = session_of(run.name)
     with contextlib.suppress(Refused):
-        if ownership.was_started_here(before, record, run.folder):
-            changes = ownership.sign(run.path, record)
+        if run.was_started_here(record, before):
+            changes = run.signature(record)
         is_beside = before.parent.resolve() == run.path.parent.resolve()
         # the session of a run that has ended may belong to another run now
         if (old := record.get("tmux_session")) not in (None, session) and is_beside and run.alive():

@@ -17,9 +17,9 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from .. import module_runner, screen
+from .. import helper, screen
 from ..errors import Refused
-from ..gpus import VISIBLE
+from ..helper import Helper
 from ..run import states as run_states
 from ..run.run_folder import Run
 from ..run.spec import Spec
@@ -160,11 +160,8 @@ def _note_error(run: Run, url: str, error: BaseException) -> None:
 
 
 def start(run: Run) -> subprocess.Popen[bytes]:
-    """Start the process of a run."""
-    return subprocess.Popen(
-        module_runner.command("train.mirror.process", str(run.path)), cwd="/", env={**os.environ, VISIBLE: ""},
-        start_new_session=True, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-    )  # fmt: skip
+    """Start the process of a run. It outlives this one."""
+    return helper.start("train.mirror.process", str(run.path))
 
 
 def start_left_over(run: Run) -> bool:
@@ -182,23 +179,19 @@ class Mirror:
 
     def __init__(self, run: Run, spec: Spec) -> None:
         self._run = run
-        self._process: subprocess.Popen[bytes] | None = None
-        self._pause, self._again_at = LOOK_EVERY, time.monotonic() + LOOK_EVERY
+        self._helper = Helper(self._start, pause=LOOK_EVERY, longest=LONGEST_PAUSE, delay=LOOK_EVERY)
         saves = spec.cluster is None or spec.cluster["node"] == 0  # the other nodes keep no checkpoints
         self.url = str(spec.config.get(states.FIELD) or "") if saves else ""
 
-    def look(self) -> None:
+    def _start(self) -> subprocess.Popen[bytes] | None:
+        is_needed = not (states.is_copying(self._run) or states.read(self._run).is_lost)
+        return start(self._run) if is_needed else None
+
+    def look(self, *, at_once: bool = False) -> None:
         """Start the process if it is needed. Called several times a second."""
-        if not self.url or time.monotonic() < self._again_at:
-            return
-        self._again_at = time.monotonic() + self._pause
-        if self._process is not None and self._process.poll() is None:
-            return
-        if self._process is not None:  # it was killed, or cannot work
-            self._pause = min(2 * self._pause, LONGEST_PAUSE)
-        with contextlib.suppress(OSError):
-            if not (states.is_copying(self._run) or states.read(self._run).is_lost):
-                self._process = start(self._run)
+        if self.url:
+            with contextlib.suppress(OSError):
+                self._helper.keep(at_once=at_once)
 
     def finish(self, *, waits: bool, is_asked: Callable[[], bool]) -> None:
         """Make sure, after the run's end, that the process is there, which continues by itself.
@@ -209,8 +202,7 @@ class Mirror:
         """
         if not self.url:
             return
-        self._again_at = 0.0
-        self.look()
+        self.look(at_once=True)
         if not waits:
             return
         begun, is_said, later = time.monotonic(), False, f"train mirror {self._run.name}"
@@ -223,7 +215,7 @@ class Mirror:
             _say(f"the mirror of {self._run.name} is not complete; to copy the rest: {later}")
 
     def _is_busy(self) -> bool:
-        return (self._process is not None and self._process.poll() is None) or states.is_copying(self._run)
+        return self._helper.is_alive or states.is_copying(self._run)
 
 
 def _say(text: str) -> None:

@@ -122,7 +122,7 @@ class Runs:
         before, known = self._known.get(run.name, (None, None))
         if known is not None and before == mark:
             return known
-        record = self.engines.seen(jobs.seen(run), file.st_mtime)
+        record = self.engines.seen(run.read_effective(of_any_format=True), file.st_mtime)
         if record["state"] not in states.ALL:
             raise Refused(f"an unknown state: {record['state']}")
         found = RunStatus(run, record)

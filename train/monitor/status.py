@@ -16,14 +16,14 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from .. import programs
 from ..cluster import jobs
+from ..programs import Program
 from ..run import best, heartbeat, metrics, states
 from ..run.heartbeat import Beat
 from ..run.record import Record
 from ..run.run_folder import Run, seconds_of
 from ..run.spec import Spec, spec_of
-from ..supervise import programs
-from ..supervise.programs import Program
 from . import time_spent
 
 ALIVE = (states.CREATED, states.QUEUED, states.RUNNING)

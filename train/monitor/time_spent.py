@@ -10,11 +10,11 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
+from .. import programs
 from ..run import heartbeat
 from ..run.record import Attempt, Record, Times
 from ..run.run_folder import Run, seconds_of
 from ..run.states import COPY, CREATED, INTERRUPTED, QUEUED, RUNNING
-from ..supervise import programs
 
 PARTS = {
     "compute": ("computing", "Forward, backward and optimizer, and the engine's work between them."),

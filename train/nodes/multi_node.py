@@ -5,30 +5,26 @@ from __future__ import annotations
 import dataclasses
 import signal
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from .. import signals
 from ..errors import EXIT_STOPPED, Refused
 from ..run import states
-from ..run.run_folder import Run
-from ..run.spec import Spec
 from ..supervise import decide, health
 from ..supervise.attempts import Supervisor, asked_by, pids, record_decision, record_waiting
-from ..supervise.decide import Decision, Facts, LaunchMode, StopCause
-from ..supervise.ranks import Ranks
+from ..supervise.decide import Decision, Facts, StopCause
 from .nodes import Nodes
 
 
+@dataclasses.dataclass(kw_only=True)
 class MultiNodeSupervisor(Supervisor):
     """Keeps the ranks of this machine alive, together with the other machines of the run."""
 
-    def __init__(
-        self, run: Run, spec: Spec, *, ranks: Ranks, stop: signals.StopRequest, show: Callable[[], None],
-        say: Callable[[str], None], nodes: Nodes,
-    ) -> None:  # fmt: skip
-        super().__init__(run=run, spec=spec, ranks=ranks, mode=LaunchMode.LAUNCHED, stop=stop, show=show, say=say)
-        self.nodes = nodes
+    nodes: Nodes
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
         self._is_over = False
         """Whether the attempt has ended on another machine first."""
         self._regroups_for = ""

@@ -21,7 +21,6 @@ from typing import Any, cast
 from .. import infiniband, screen
 from ..errors import Refused, shortened
 from ..parallel.rank_env import RankEnv
-from ..run import ownership
 from ..run.durable import write_atomically
 from ..run.record import Record
 from ..run.run_folder import Run
@@ -239,7 +238,7 @@ class Nodes:
             text = re.sub(rf"(?m)^{name} = .*$", f"{name} = {value}", text)
         if text != before:
             write_atomically(path, text)
-            self.run.update(lambda record: record.update(cast(Record, ownership.sign(self.run.folder, record))))
+            self.run.update(lambda record: record.update(cast(Record, self.run.signature(record))))
         return dataclasses.replace(spec, config={**spec.config, **chosen})
 
     def report_death(self) -> None:

@@ -30,6 +30,8 @@ HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 _GLOBAL_HOOKS = ("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks")
 _PROFILED: Any = getattr(torch_optimizer.Optimizer, "profile_hook_step", None)
 _PROFILED_CODE = _PROFILED(lambda: None).__code__ if _PROFILED is not None else object()
+_GRADED: Any = getattr(torch_optimizer, "_use_grad_for_differentiable", None)
+_GRADED_CODE = _GRADED(lambda: None).__code__ if _GRADED is not None else object()
 _COMPILE_THREADS = "TORCHINDUCTOR_COMPILE_THREADS"
 _UNKNOWN = {"": "a torch that keeps its hooks elsewhere"}
 _VERSION: Callable[[Any], int] = operator.attrgetter("_version")
@@ -53,14 +55,24 @@ def backward(root: Tensor, gradient: Tensor) -> None:
 
 
 def optimizer_step(optimizer: torch.optim.Optimizer) -> None:
-    """Do what `optimizer.step()` does, without the profiler's wrapper (`profile_hook_step`) if no hook needs it."""
+    """Do what `optimizer.step()` does, without torch's two wrappers of it if no hook or profiler needs the outer one.
+
+    The inner one also tells torch's compiler where a graph ends. Nothing compiles a step that is called from here.
+    """
     wrapped: Any = type(optimizer).step
     # a class's step may be wrapped again by its user, who copies the marks of torch's wrapper
-    bare = wrapped.__wrapped__ if getattr(wrapped, "__code__", None) is _PROFILED_CODE else None
-    if bare is None or "step" in vars(optimizer) or _has_hooks(optimizer):
+    inner = wrapped.__wrapped__ if getattr(wrapped, "__code__", None) is _PROFILED_CODE else None
+    if inner is None or "step" in vars(optimizer) or _has_hooks(optimizer):
         optimizer.step()
+    elif getattr(inner, "__code__", None) is _GRADED_CODE:
+        before = torch.is_grad_enabled()
+        torch._C._set_grad_enabled(optimizer.defaults["differentiable"])
+        try:
+            inner.__wrapped__(optimizer)
+        finally:
+            torch._C._set_grad_enabled(before)
     else:
-        bare(optimizer)
+        inner(optimizer)
 
 
 def _has_hooks(optimizer: torch.optim.Optimizer) -> bool:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import Refused, nearest, shortened
-from . import durable, environment, ownership, wandb_run
+from . import durable, environment, owner, ownership, wandb_run
 from .durable import sync, write_atomically
 from .record import FORMAT
 from .run_folder import Run, now
@@ -200,6 +200,16 @@ def find(runs: Path, name: str) -> Run:
         hint = nearest(name, names, otherwise="; see the names: train ls" if names else nothing)
         raise NoRun(f"there is no run {shortened(name, 80)} in {runs}{hint}", runs, name)
     return run
+
+
+def find_trusted(runs: Path, name: str) -> owner.TrustedRun:
+    """Return the run of that name for a command that executes files of it.
+
+    Raises:
+        NoRun: there is none.
+        Refused: something in it belongs to another user.
+    """
+    return owner.TrustedRun(find(runs, name))
 
 
 def every(runs: Path) -> Iterator[Run]:

@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NotRequired, TypedDict, cast
 
 from . import durable
-from .epoch_steps import IN_EPOCH
 from .record import Record
 from .run_folder import Run
 from .states import CREATED, RUNNING
@@ -74,6 +73,8 @@ class Evaluation(TypedDict):
 
 Line = Training | Evaluation
 
+IN_EPOCH = "step_in_epoch"
+"""Field of a line in metrics.jsonl: the step as the script has counted it, if that differs from `step`."""
 _PLACE = ("step", IN_EPOCH, "epoch", "total_steps", "wall_time", "samples", "skipped", "eval")
 """Fields of a line that say where or when it stands. All its other numbers are figures."""
 _JSON = json.JSONEncoder(allow_nan=False)

@@ -2,27 +2,27 @@
 
 A run folder contains code: a task, modules, an environment, pickles in checkpoints. A user who replaces the folder
 could run code as the user who types `train resume`. So owners are read from open descriptors, and the executed files
-are read through the same descriptors.
+are read through the same descriptors. A `TrustedRun` was checked so, and what executes files of a run takes one.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-import pwd
 import secrets
 import stat
 from collections.abc import Iterator
 from pathlib import Path
 
 from ..errors import Refused
-from . import environment, imports
+from . import environment
+from .ownership import MODULES, name_of
 from .run_folder import Run
 
 TRUSTED = "TRAIN_TRUSTED_OWNER"
 """Environment variable with the uid of another user whose runs this process may execute (see `trust`)."""
 _EXECUTED = (
-    "run.json", "config.toml", environment.FILE, "task.py", imports.MODULES, "submission.json", "submitted.toml",
+    "run.json", "config.toml", environment.FILE, "task.py", MODULES, "submission.json", "submitted.toml",
     "job.sbatch", "job.yaml", "checkpoints",
 )  # fmt: skip
 """Files of a run folder that are code, or decide which code a command runs."""
@@ -32,19 +32,63 @@ _kept: list[Run] = []
 """Run folders to keep open until this process ends, because modules are imported through them."""
 
 
-def name_of(uid: int) -> str:
-    """Return a user as text."""
-    with contextlib.suppress(KeyError):
-        return f"{pwd.getpwuid(uid).pw_name} (uid {uid})"
-    return f"uid {uid}"
+class TrustedRun(Run):
+    """A run with its folder open. Everything in it that a command would execute was this user's when it was opened."""
 
+    def __init__(self, run: Run) -> None:
+        """
+        Raises:
+            Refused: something belongs to another user.
+            OSError: the folder is gone.
+        """
+        fd = os.dup(run.fd) if run.fd >= 0 else os.open(run.folder, os.O_RDONLY | os.O_DIRECTORY)
+        super().__init__(run.path, fd)
+        uid = os.fstat(fd).st_uid
+        if not _is_mine(uid, fd):
+            raise Refused(f"{self.name} belongs to {name_of(uid)}, and its code would run as you; {_way(self.path)}")
+        for name in _EXECUTED:
+            with contextlib.suppress(FileNotFoundError):
+                self.check(name)
 
-def of_other(run: Run) -> str:
-    """Return the owner of another user's run; '' if it is this user's or cannot be read. Writes nothing."""
-    with contextlib.suppress(OSError):
-        uid = run.folder.stat().st_uid
-        return "" if uid == os.geteuid() else name_of(uid)
-    return ""
+    def check(self, name: str) -> None:
+        """Refuse a file or folder of the run that another user has put there.
+
+        Raises:
+            Refused: it belongs to another user.
+            OSError: it is gone.
+        """
+        os.close(self._open_own(name))
+
+    def code(self, name: str) -> bytes:
+        """Return the content of a file of the run, for execution.
+
+        Raises:
+            Refused: it belongs to another user.
+            OSError: it cannot be read.
+        """
+        with os.fdopen(self._open_own(name), "rb") as file:
+            return file.read()
+
+    def place_to_import(self, name: str) -> Path:
+        """Return a path for Python's imports from the run, safe even if another user can replace the folder."""
+        beside = self.path.parent.stat()
+        is_mine = beside.st_uid in (0, os.geteuid())
+        if is_mine and (not beside.st_mode & 0o022 or beside.st_mode & stat.S_ISVTX):
+            return self.path / name
+        if self not in _kept:
+            _kept.append(self)
+        return Path(f"/proc/{os.getpid()}/fd/{self.fd}/{name}")  # not /proc/self: child processes use it too
+
+    def _open_own(self, name: str) -> int:
+        """Open a file or folder of the run. Follows a link only if this user owns both link and target."""
+        _check(self.path / name, self.fd, os.stat(name, dir_fd=self.fd, follow_symlinks=False))
+        fd = os.open(name, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=self.fd)
+        try:
+            _check(self.path / name, self.fd, os.fstat(fd))
+        except BaseException:
+            os.close(fd)
+            raise
+        return fd
 
 
 def trust(folder: Path) -> None:
@@ -111,44 +155,6 @@ def _way_to(path: Path) -> Iterator[Path]:
         left = [*(part for part in target.parts if part != "/"), *left]
 
 
-def opened(run: Run) -> Run:
-    """Return the run with its folder open, after checking that everything a command would execute is this user's.
-
-    Raises:
-        Refused: something belongs to another user.
-        OSError: the folder is gone.
-    """
-    held = run.held()
-    uid = os.fstat(held.fd).st_uid
-    if not _is_mine(uid, held.fd):
-        raise Refused(f"{run.name} belongs to {name_of(uid)}, and its code would run as you; {_way(run.path)}")
-    for name in _EXECUTED:
-        with contextlib.suppress(FileNotFoundError):
-            os.close(_open_own(held, name))
-    return held
-
-
-def read(run: Run, name: str) -> bytes:
-    """Return the content of a file of an `opened` run, for execution.
-
-    Raises:
-        Refused: it belongs to another user.
-        OSError: it cannot be read.
-    """
-    with os.fdopen(_open_own(run, name), "rb") as file:
-        return file.read()
-
-
-def check(run: Run, name: str) -> None:
-    """Refuse a file or folder of an `opened` run that another user has put there.
-
-    Raises:
-        Refused: it belongs to another user.
-        OSError: it is gone.
-    """
-    os.close(_open_own(run, name))
-
-
 def check_checkpoint(folder: Path) -> None:
     """Refuse a checkpoint with files of another user, because some are pickles.
 
@@ -163,29 +169,6 @@ def check_checkpoint(folder: Path) -> None:
             _check(folder / name, fd, os.stat(name, dir_fd=fd, follow_symlinks=False))
     finally:
         os.close(fd)
-
-
-def place_to_import(run: Run, name: str) -> Path:
-    """Return a path for Python's imports from an `opened` run, safe even if another user can replace the folder."""
-    beside = run.path.parent.stat()
-    is_mine = beside.st_uid in (0, os.geteuid())
-    if is_mine and (not beside.st_mode & 0o022 or beside.st_mode & stat.S_ISVTX):
-        return run.path / name
-    if run not in _kept:
-        _kept.append(run)
-    return Path(f"/proc/{os.getpid()}/fd/{run.fd}/{name}")  # not /proc/self: child processes use it too
-
-
-def _open_own(run: Run, name: str) -> int:
-    """Open a file or folder in an open run folder. Follows a link only if this user owns both link and target."""
-    _check(run.path / name, run.fd, os.stat(name, dir_fd=run.fd, follow_symlinks=False))
-    fd = os.open(name, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=run.fd)
-    try:
-        _check(run.path / name, run.fd, os.fstat(fd))
-    except BaseException:
-        os.close(fd)
-        raise
-    return fd
 
 
 def _check(path: Path, folder: int, found: os.stat_result) -> None:

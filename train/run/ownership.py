@@ -13,6 +13,7 @@ import hashlib
 import hmac
 import json
 import os
+import pwd
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -21,9 +22,26 @@ from . import durable, environment
 
 STATION, DIGEST = "station", "station_digest"
 """Fields of run.json: the id of the station that has started the run, and the digest with its key. None: no key."""
-_FILES = ("task.py", "modules.zip", "config.toml", environment.FILE)
+MODULES = "modules.zip"
+"""File in the run folder with copies of what the task imports and reads; code/imports.py writes it."""
+_FILES = ("task.py", MODULES, "config.toml", environment.FILE)
 _FIELDS = ("task", "task_source", "script", "script_module", "script_arguments", "on_restart", "cwd", "cluster")
 _KEY_BYTES = 32
+
+
+def name_of(uid: int) -> str:
+    """Return a user as text."""
+    with contextlib.suppress(KeyError):
+        return f"{pwd.getpwuid(uid).pw_name} (uid {uid})"
+    return f"uid {uid}"
+
+
+def other_user(folder: Path) -> str:
+    """Return the owner of another user's folder; '' if it is this user's or cannot be read. Writes nothing."""
+    with contextlib.suppress(OSError):
+        uid = folder.stat().st_uid
+        return "" if uid == os.geteuid() else name_of(uid)
+    return ""
 
 
 def state_folder() -> Path:

@@ -137,7 +137,7 @@ class Record(TypedDict):
     task_source: NotRequired[str]
     task_sha256: NotRequired[str]
     task_imports: NotRequired[dict[str, str]]
-    """Maps files that the task needs and of which the run has copies to their digests; see imports.py."""
+    """Maps files that the task needs and of which the run has copies to their digests; see code/imports.py."""
     task_watched: NotRequired[dict[str, str]]
     """Maps files that the task needs and that are not copied to their digests."""
     chosen: NotRequired[list[str]]
@@ -199,7 +199,7 @@ class Record(TypedDict):
     submission: NotRequired[str]
     """Id of the submission, by which the engine's jobs of the run are found."""
     owner: NotRequired[str]
-    """The owner, if that is another user. Only in the output of `train ls` and `train show`."""
+    """The owner, if that is another user. Never in the file: reading the effective state adds it."""
     refused: NotRequired[Any]
     """Set if this machine cannot join the other machines of the run."""
 

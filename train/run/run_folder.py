@@ -17,7 +17,7 @@ import socket
 import time
 import tomllib
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -79,6 +79,10 @@ class Run:
     def held(self) -> Run:
         """Return the same run with its folder open, so that moving it does no harm. Raises OSError if it is gone."""
         return self if self.fd >= 0 else Run(self.folder, os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY))
+
+    def by_path(self) -> Run:
+        """Return the same run by its current path, as other processes and machines know it."""
+        return Run(self.path)
 
     @property
     def path(self) -> Path:
@@ -225,12 +229,27 @@ class Run:
             os.close(fd)
 
     def read_effective(self, of_any_format: bool = False) -> Record:
-        """Read run.json with the effective state. Arguments and errors as in `read`."""
+        """Read run.json with the effective state, and the owner if that is another user. Errors as in `read`."""
         record = self.read(of_any_format)
         is_alive = record["state"] not in (states.RUNNING, states.CREATED) or self.alive()
         if not is_alive:
             record = self.read(of_any_format)  # the run may have ended between the two looks
-        return states.effective(record, is_alive, lambda: ownership.was_started_here(self.path, record))
+        return states.effective(
+            record, is_alive, was_started_here=lambda: self.was_started_here(record),
+            other_user=ownership.other_user(self.folder),
+        )  # fmt: skip
+
+    def was_started_here(self, record: Record, before: Path | None = None) -> bool:
+        """Whether this station has started the run, and what a resume executes is unchanged.
+
+        Args:
+            before: Path of the folder until now; None: it has not moved.
+        """
+        return ownership.was_started_here(before or self.path, record, self.folder)
+
+    def signature(self, record: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the fields of run.json that say that this station has started the run, as record and files are now."""
+        return ownership.sign(self.path, record, self.folder)
 
     def state(self) -> str:
         """Return the effective state."""

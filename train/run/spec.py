@@ -14,7 +14,7 @@ from .record import Cluster, Record, Submitted
 from .run_folder import Run
 
 TASK, SCRIPT, SESSION = "task", "script", "session"
-"""The programs. supervise/programs.py has a class for each."""
+"""The programs. programs.py has a class for each."""
 RUN = "{run}"
 """Stands for the path of the run folder in what a user gives a script."""
 MAX_RESTARTS = 3

@@ -34,12 +34,18 @@ ALL = (CHECKING, CREATED, QUEUED, RUNNING, STOPPED, INTERRUPTED, COPY, FAILED, F
 """Every effective state, in the order of `train ls --sort state`."""
 
 
-def effective(record: Record, is_alive: bool, was_started_here: Callable[[], bool]) -> Record:
+def effective(record: Record, is_alive: bool, *, was_started_here: Callable[[], bool], other_user: str) -> Record:
     """Return a record with the effective state.
 
     A run that is recorded as running but not alive is interrupted. A run that would be resumed automatically but was
     not started here is a copy.
+
+    Args:
+        other_user: The owner of the run folder, if that is another user; else ''.
     """
+    record.pop("owner", None)  # the run itself does not decide this
+    if other_user:
+        record["owner"] = other_user
     # at a resume a run is recorded as created for a moment
     was_running = record["state"] == RUNNING or (record["state"] == CREATED and bool(record["attempts"]))
     if was_running and not is_alive:
@@ -48,7 +54,10 @@ def effective(record: Record, is_alive: bool, was_started_here: Callable[[], boo
     is_resumed = record["state"] == INTERRUPTED or rests_by_itself(record)
     if is_resumed and not record.get("submitted") and not was_started_here():
         how = "it comes from elsewhere, or was copied, edited, moved or renamed by hand"
-        record |= {"state": COPY, "reason": f"{how}; to adopt it: train resume {record['name']}"}
+        reason = f"{how}; to adopt it: train resume {record['name']}"
+        if other_user:  # a resume would not adopt it
+            reason = "it belongs to another user; copy its folder to get a run of yours"
+        record |= {"state": COPY, "reason": reason}
     return record
 
 

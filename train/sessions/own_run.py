@@ -13,9 +13,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from .. import screen
+from .. import programs, screen
+from ..code import imports
 from ..errors import Refused
-from ..run import environment, folders, imports, states
+from ..run import environment, folders, states
 from ..run.outcome import Kind, Outcome
 from ..run.run_folder import Lock, Run
 from ..run.spec import read_spec
@@ -45,8 +46,9 @@ class OwnRun:
         self._name, is_torchrun = self.run.name, is_of_torchrun()
         mode = LaunchMode.TORCHRUN if is_torchrun else LaunchMode.FOREGROUND
         self._alone = Alone(
-            self.run, read_spec(self.run), ranks=ranks, stop=stop, mode=mode, is_for_look=not is_torchrun
-        )
+            self.run, read_spec(self.run), program=programs.SESSION, ranks=ranks, stop=stop, mode=mode,
+            is_for_look=not is_torchrun,
+        )  # fmt: skip
         self.attempt = self._alone.number
         with contextlib.suppress(OSError):
             screen.remark(f"the run of this session is {self.run.path}; see: train show {self._name}")

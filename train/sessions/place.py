@@ -516,7 +516,7 @@ def _connect(rank_env: RankEnv) -> Any:
             raise Refused("the ranks of a session meet at torchrun's store; start them with train launch or torchrun")
         host, port = os.environ.get("MASTER_ADDR", host), meeting_port()
     store = dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=_MEETING)
-    store.add("sessions", 1)  # the launcher sees that this rank meets others: supervise/meeting.py
+    store.add("sessions", 1)  # the launcher sees that this rank meets others: scripts/meeting.py
     return dist.PrefixStore(f"trainstation/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
 

@@ -14,8 +14,8 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, Protocol
 
 from .. import faults, screen, signals
 from ..errors import EXIT_FAILED, Refused, one_line
@@ -26,12 +26,35 @@ from ..run.outcome import Outcome
 from ..run.record import Record
 from ..run.run_folder import Run
 from ..run.spec import Spec
-from . import decide, diagnose, health, last_words, memory, programs
-from .decide import Decision, Facts, LaunchMode, StopCause
+from . import decide, diagnose, last_words, memory
+from .decide import Decision, Facts, Judge, LaunchMode, StopCause
+from .health import Health, Kill
 from .ranks import Ranks
 
 _AGAIN = 1.0
 """Seconds between two tries to record the process ids of the ranks."""
+
+
+class Program(Judge, Protocol):
+    """What differs between the programs that a run can execute while an attempt runs; see train/programs.py."""
+
+    def now(self, record: Record) -> Program:
+        """Return the program as the record says by now: a script may have opened a session."""
+
+    def first_step(self, newest: int) -> int | None:
+        """Return the step after which an attempt continues, given that of the newest state; None: unknown."""
+
+    def health(self, run: Run, spec: Spec, *, attempt: int, ranks: Iterable[int], kill: Kill) -> Health:
+        """Return the watcher for these ranks, which knows their signs of life."""
+
+    def ran_well(self, spec: Spec, seconds: float) -> bool:
+        """Whether an attempt of this length is progress, so that deaths before it no longer count."""
+
+    def no_progress(self, spec: Spec) -> str:
+        """Return the end of `interrupted 3 times in a row …`."""
+
+    def restarts(self, spec: Spec) -> int:
+        """Return the maximum number of restarts in a row without progress."""
 
 
 def record_end(run: Run, state: str, *, reason: str, by: str | None = None) -> None:
@@ -91,11 +114,11 @@ class Alone:
     """
 
     def __init__(
-        self, run: Run, spec: Spec, *, ranks: int, stop: signals.StopRequest, mode: LaunchMode,
+        self, run: Run, spec: Spec, *, program: Program, ranks: int, stop: signals.StopRequest, mode: LaunchMode,
         is_for_look: bool = False,
     ) -> None:  # fmt: skip
         self._run, self._ranks, self._stop, self._mode, self._is_for_look = run, ranks, stop, mode, is_for_look
-        self._program, self._over, self._mirror = programs.of(spec), threading.Event(), Mirror(run, spec)
+        self._program, self._over, self._mirror = program, threading.Event(), Mirror(run, spec)
         run.clear_stop()
         from_step = self._program.first_step(run.newest_checkpoint)
         self.number = run.begin_attempt(ranks, from_step, pids={"ranks": [os.getpid()]})
@@ -145,7 +168,7 @@ class Alone:
 
 
 def supervise_alone(
-    run: Run, spec: Spec, *, ranks: int, train: Callable[[int], Outcome], stop: signals.StopRequest
+    run: Run, spec: Spec, *, program: Program, ranks: int, train: Callable[[int], Outcome], stop: signals.StopRequest
 ) -> None:
     """Supervise one attempt of a task under torchrun, in the process that is rank 0.
 
@@ -153,7 +176,7 @@ def supervise_alone(
         ranks: Number of ranks, including those in other processes.
         train: trains this rank to its end, given the attempt.
     """
-    alone = Alone(run, spec, ranks=ranks, stop=stop, mode=LaunchMode.TORCHRUN)
+    alone = Alone(run, spec, program=program, ranks=ranks, stop=stop, mode=LaunchMode.TORCHRUN)
     decision = alone.end({0: train(alone.number)})
     if decision is not None and decision.message:
         _say(decision.message)
@@ -199,6 +222,7 @@ class Supervisor:
 
     run: Run
     spec: Spec
+    program: Program
     ranks: Ranks
     mode: LaunchMode
     stop: signals.StopRequest
@@ -211,8 +235,7 @@ class Supervisor:
 
     def __post_init__(self) -> None:
         self._attempt, self._from_step, self._began, self._hang = 0, 0, 0.0, ""
-        self._is_interrupted, self._program = False, programs.of(self.spec)
-        self._kills, self._mirror = memory.Kills(), Mirror(self.run, self.spec)
+        self._is_interrupted, self._kills, self._mirror = False, memory.Kills(), Mirror(self.run, self.spec)
 
     def keep(self) -> int:
         """Run attempts until the run ends or must not be restarted. Returns the exit code.
@@ -257,9 +280,9 @@ class Supervisor:
     def begin(self) -> int:
         """Record a new attempt. Returns its number."""
         self._from_step = self.newest_state()
-        return self.run.begin_attempt(self.ranks.count, self._program.first_step(self._from_step), pids=pids([]))
+        return self.run.begin_attempt(self.ranks.count, self.program.first_step(self._from_step), pids=pids([]))
 
-    def follow(self, watch: health.Health) -> None:
+    def follow(self, watch: Health) -> None:
         """Called several times a second while ranks run."""
 
     def look_at_others(self) -> None:
@@ -285,7 +308,7 @@ class Supervisor:
         ranks = self.ranks
         ranks.start(self.spec, attempt)
         numbers = [rank_env.rank for rank_env in ranks.rank_envs]
-        watch = self._program.health(self.run, self.spec, attempt=attempt, ranks=numbers, kill=ranks.end_peer)
+        watch = self.program.health(self.run, self.spec, attempt=attempt, ranks=numbers, kill=ranks.end_peer)
         logs = _log_limit(self.run, self.spec, attempt, numbers)
         note_at, is_asked = 0.0, False
         while True:
@@ -353,13 +376,13 @@ class Supervisor:
         record: Mapping[str, Any] = {}
         with contextlib.suppress(OSError, Refused):
             record = found = self.run.read()
-            self._program = programs.of_record(found)  # its script may have opened a session
+            self.program = self.program.now(found)
         logs, count, exits = self.run.logs(self._attempt), self.ranks.count, self.ranks.exits
-        ran_well = self._program.ran_well(self.spec, time.monotonic() - self._began)
+        ran_well = self.program.ran_well(self.spec, time.monotonic() - self._began)
         return Facts(
             name=self.run.name,
             mode=self.mode,
-            program=self._program,
+            program=self.program,
             ranks=count,
             outcomes=outcome.read_all(logs),
             exits=exits,
@@ -375,8 +398,8 @@ class Supervisor:
             is_ready=bool((record.get("attempts") or [{}])[-1].get("ready")),
             progress=self.has_progressed(record) or ran_well,
             deaths=deaths,
-            max_restarts=self._program.restarts(self.spec),
-            healthy_minutes=programs.healthy_minutes(self.spec),
+            max_restarts=self.program.restarts(self.spec),
+            no_progress=self.program.no_progress(self.spec),
             is_for_look=self.is_for_look,
         )
 

@@ -11,11 +11,10 @@ import signal
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
-from .. import signals
+from .. import causes, signals
 from ..errors import EXIT_FAILED, EXIT_FINISHED, EXIT_INTERRUPTED, EXIT_REFUSED, EXIT_STOPPED
 from ..run import states
 from ..run.outcome import Kind, Outcome, first_fault
-from . import diagnose, last_words, memory
 
 _LONGEST_WAIT = 30.0
 """Maximum number of seconds before a restart of a run for which the machine was too busy."""
@@ -91,8 +90,8 @@ class Facts:
     deaths: int = 0
     """Number of deaths in a row without progress before this one."""
     max_restarts: int = 0
-    healthy_minutes: float = 0.0
-    """Minutes after which an attempt of a script counts as progress."""
+    no_progress: str = ""
+    """The end of `died 3 times …`: how long the run has made no progress."""
     lost: str = ""
     """Names of the nodes that are gone with all their ranks."""
     regroup: str = ""
@@ -117,17 +116,18 @@ class Death:
     """Whether a new attempt would die in the same way."""
     rank: int | None
     """The rank that died first, if known."""
+    _: dataclasses.KW_ONLY
     is_raised: bool = False
     """Whether the cause was an exception that the rank itself reported."""
 
     @property
     def lacks_gpu(self) -> bool:
         """Whether the run's GPUs are gone."""
-        return self.is_raised and diagnose.NO_GPU in self.reason
+        return self.is_raised and causes.NO_GPU in self.reason
 
 
 class Judge(Protocol):
-    """What the program of a run says about the end of an attempt; see programs.py."""
+    """What the program of a run says about the end of an attempt; see train/programs.py."""
 
     def reports_end(self, facts: Facts) -> bool:
         """Whether ranks report how they end. Otherwise exit codes of 0 mean that the run finished, and any end after a
@@ -181,10 +181,10 @@ def decide(facts: Facts) -> Decision:
     if decision.end not in (states.FAILED, "died") or decision.reason is None:  # restarts, or torchrun reports it
         return decision
     fault = facts.outcomes.get(decision.rank) if decision.rank is not None else None
-    if (fault is not None and fault.is_own) or last_words.advice(decision.why):
+    if fault is not None and fault.is_own:
         return decision
     said = _raised(facts, decision.why) or facts.program.last_words(facts, decision.rank)
-    hint = diagnose.hint("\n".join([decision.why, *said]))
+    hint = causes.hint("\n".join([decision.why, *said]))
     if not hint:
         return decision
     message = decision.message and f"{decision.message}; {hint}"
@@ -308,7 +308,7 @@ def _restarted_or_not(facts: Facts, death: Death) -> Decision:
         state, reason = facts.program.out_of_restarts(facts, deaths, why)
         return dataclasses.replace(decision, state=state, reason=reason)
     message = f"{why}; restarting ({deaths} of {facts.max_restarts} without progress)"
-    wait = min(2.0**deaths, _LONGEST_WAIT) if diagnose.is_busy(why) else 0.0
+    wait = min(2.0**deaths, _LONGEST_WAIT) if causes.BUSY.matches(why) else 0.0
     return dataclasses.replace(decision, again=True, wait=wait, message=message)
 
 
@@ -332,6 +332,6 @@ def _of_memory(facts: Facts) -> Death | None:
     lost = [rank for rank in facts.exits if any(word in facts.logs.get(rank, "")[-4000:] for word in _KILLED)]
     for ranks, whose in ((killed, "rank"), (lost, "a process of rank")):
         if ranks:
-            reason = f"out of memory: {whose} {ranks[0]} was killed at {facts.killed_at}; {memory.ADVICE}"
+            reason = f"out of memory: {whose} {ranks[0]} was killed at {facts.killed_at}; {causes.MEMORY.remedy}"
             return Death(reason, True, ranks[0])
     return None

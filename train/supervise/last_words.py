@@ -9,10 +9,10 @@ import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+from .. import causes
 from ..errors import one_line
 from ..run import durable
 from ..run.progress_lines import fold
-from . import diagnose
 
 _TRACE = re.compile(r"^(Original )?Traceback \(most recent call last\):")
 _REFUSED = re.compile(r"^\S+: error: |^train: |^Error: ")
@@ -21,22 +21,8 @@ _STOPPED = ("KeyboardInterrupt", "SystemExit")
 """Exceptions that say how a process was ended, not why."""
 _TAIL = 1 << 16
 """Bytes to read at the end of a log: progress bars fill much of it."""
-_LONGEST = 300
-_ADVICE = (
-    (
-        re.compile(r"required.*--?local[-_]rank|Missing option .*--local[-_]rank|no attribute 'local_rank'"),
-        'like torchrun, the launcher passes no --local_rank; read int(os.environ["LOCAL_RANK"])',
-    ),
-    (
-        re.compile(r"attempted relative import|'__main__' is not a package"),
-        "start it as a module, from the folder above its package: train launch --module PACKAGE.NAME",
-    ),
-    (
-        re.compile(r"attempt has been made to start a new process before the|in a process of multiprocessing"),
-        "put what the script does below: if __name__ == '__main__':",
-    ),
-)
-"""Faults of a script that recur, and what to do about each."""
+_PREFIX = re.compile(r"^\[rank\d+\]: ?")
+"""Prefix of torch's lines about an exception."""
 
 
 def tail(logs: Path, rank: int) -> str:
@@ -45,6 +31,11 @@ def tail(logs: Path, rank: int) -> str:
         return fold(durable.read_tail(logs / f"rank{rank}.log", _TAIL)).decode(errors="replace")
     except OSError:
         return ""
+
+
+def without_prefix(line: str) -> str:
+    """Return a line of a log without what torch writes before it."""
+    return _PREFIX.sub("", line)
 
 
 def raised(log: str) -> str:
@@ -63,7 +54,7 @@ def own(log: str) -> list[str]:
 
 def _exceptions(log: str) -> Iterable[str]:
     """Yield each exception or refusal in a log: its line, with the indented ones below it."""
-    lines = [diagnose.without_prefix(line).rstrip() for line in log.splitlines()]
+    lines = [without_prefix(line).rstrip() for line in log.splitlines()]
     in_trace = False
     for number, line in enumerate(lines):
         if _TRACE.match(line):
@@ -71,22 +62,17 @@ def _exceptions(log: str) -> Iterable[str]:
         elif (in_trace and line and not line[0].isspace()) or _REFUSED.match(line):
             in_trace, rest = False, lines[number + 1 :]
             below = next((at for at, text in enumerate(rest) if not text[:1].isspace()), len(rest))
-            yield one_line(" ".join([line, *map(str.strip, rest[:below])]))[:_LONGEST]
+            yield one_line(" ".join([line, *map(str.strip, rest[:below])]))
 
 
 def is_of_peer(text: str) -> bool:
     """Whether an exception tells only that another process is gone."""
-    return diagnose.is_of_others(text) and not is_of_internet(text)
+    return causes.is_of_others(text) and not is_of_internet(text)
 
 
 def is_of_internet(text: str) -> bool:
     """Whether an exception is about a server on the internet."""
     return re.match(r"(urllib\.error|urllib3|requests|httpx|aiohttp|huggingface_hub|http\.client)\b", text) is not None
-
-
-def advice(text: str) -> str:
-    """Return what to do about an exception that recurs; '': nothing is known."""
-    return next((way for words, way in _ADVICE if words.search(text)), "")
 
 
 def first_to_fail(exits: Mapping[int, int], logs: Mapping[int, str], order: Iterable[int]) -> int:

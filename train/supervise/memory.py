@@ -10,30 +10,13 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-import re
 import resource
 import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from ..format import UNITS, size
+from ..format import size
 
-ADVICE = (
-    "halve the micro batch (of a task: --micro_batch_size in a new run), use fewer data workers or ranks, "
-    "or raise the limit"
-)
-"""What a user can do about it, as the end of a message."""
-ADVICE_ON_GPU = "halve --micro_batch_size in a new run, or resume with --parallel.recompute auto"
-
-_REFUSED = re.compile(
-    r"MemoryError|std::bad_alloc|[Cc]annot allocate memory|can't allocate memory|\bENOMEM\b"
-    r"|Unable to allocate .+ for an array"
-)
-"""Messages of Python, C++, the C library, torch's CPU allocator and NumPy if an allocation fails."""
-_DEVICE_FULL = re.compile(
-    r"Tried to allocate ([\d.]+) (\w+)\. GPU \d+ has a total capacity of ([\d.]+) (\w+).*"
-    r"Of the allocated memory ([\d.]+) (\w+) is allocated by PyTorch, .*?and ([\d.]+) (\w+) is reserved by PyTorch"
-)
 _LOOK_EVERY = 30.0
 """Seconds between two looks at the counters: enough for a killed process to end and its death to be noticed."""
 
@@ -186,24 +169,6 @@ def left(process: Path = Path("/proc/self"), top: Path = Path("/sys/fs/cgroup"))
     group = _group(process, top)
     free += group.left() if group is not None else []
     return min(free, default=2**60)
-
-
-def is_refused(text: str) -> bool:
-    """Whether a message says that an allocation of main memory failed."""
-    return bool(_REFUSED.search(text)) and "CUDA" not in text
-
-
-def device_is_too_small(text: str) -> bool:
-    """Whether torch's message about a full GPU means that the GPU is too small.
-
-    It is if the request would not fit beside torch's own memory even with all other processes gone.
-    """
-    found = _DEVICE_FULL.search(text)
-    if found is None:
-        return False
-    pairs = zip(found.groups()[::2], found.groups()[1::2], strict=True)
-    asked, total, allocated, reserved = (float(number) * 2 ** UNITS.get(unit, 0) for number, unit in pairs)
-    return asked > total - allocated - reserved
 
 
 def lower_than_agent(by: int = 100) -> None:

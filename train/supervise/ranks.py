@@ -15,8 +15,7 @@ import signal
 import socket
 import sys
 import time
-import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Protocol
@@ -24,20 +23,16 @@ from typing import Any, Protocol
 from .. import hash_seed
 from ..checkpoint.buffers import ENVIRONMENT, SnapshotMemory
 from ..errors import Refused, one_line
-from ..parallel.rank_env import STORE, RankEnv
+from ..parallel.rank_env import RankEnv
 from ..run import wandb_run
 from ..run.run_folder import Lock, Run
 from ..run.spec import Spec
-from ..zygote.client import RANKS, SCRIPT, Zygote
-from . import script_command
-from .meeting import Meeting
+from ..zygote.client import RANKS, Zygote
 
 _WAIT = 0.2
 """Seconds `wait` takes if no rank ends."""
 _MOMENT = 0.25
 """Seconds within which ranks end that end for the same reason."""
-_ANSWER = 2.0
-"""Seconds the store of a script's ranks has to answer."""
 
 
 class Peers(Protocol):
@@ -148,7 +143,7 @@ class Ranks(abc.ABC):
                 files = [os.open(os.devnull, os.O_RDONLY), log, log]
                 held.callback(os.close, files[0])
             self._pids[rank_env.rank] = self._zygote.fork(
-                f"train.supervise.worker:{function}", arguments, files=[*files, self._lock.fd, self.run.fd, *more],
+                function, arguments, files=[*files, self._lock.fd, self.run.fd, *more],
                 environ=environ, after=self._after,
             )  # fmt: skip
 
@@ -247,102 +242,12 @@ class TaskRanks(Ranks):
                 has_terminal = self._has_terminal(rank_env)
                 arguments = [str(self.run.path), spec.to_json(), attempt, known, meeting, has_terminal]
                 at = place if not meeting or rank_env.rank == 0 else []
-                self._fork("task_rank", arguments, attempt, rank_env, common | _of_rank(rank_env), at)
+                environ = common | of_rank(rank_env)
+                self._fork("train.supervise.worker:task_rank", arguments, attempt, rank_env, environ, at)
 
 
-class ScriptRanks(Ranks):
-    """Ranks of a script: forks of the zygote that execute the script's file with torchrun's environment variables.
-
-    Args:
-        how: Returns how an attempt starts.
-    """
-
-    def __init__(
-        self, run: Run, lock: Lock, count: int, zygote: Zygote, how: Callable[[int], script_command.Start]
-    ) -> None:
-        super().__init__(run, lock, count, zygote)
-        self.memory = SnapshotMemory(count)  # used if it opens a session
-        self._how = how
-        self._store: int | None = None
-        self._line: socket.socket | None = None
-        self._meeting: Meeting | None = None
-
-    def _start(self, spec: Spec, attempt: int) -> None:
-        start = self._how(attempt)
-        if start.line:
-            with (self.run.logs(attempt) / "rank0.log").open("a", encoding="utf-8") as log:
-                log.write(f"{start.line}\n")
-        self._meeting = None
-        store, run_id = self._host_store(), uuid.uuid4().hex
-        if self.count > 1 and not (start.has_own_port or start.asks_rank):
-            self._meeting = Meeting(self.run, self.run.logs(attempt) / "rank0.log", self.count, self._have_met)
-        # a script with a port of its own starts a store there, as under `python`, and must not look for ours
-        port = _free_port() if start.has_own_port else store
-        is_ours = {} if start.has_own_port else {"TORCHELASTIC_USE_AGENT_STORE": "True"}
-        common = {
-            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GROUP_RANK": "0",
-            "GROUP_WORLD_SIZE": "1", "ROLE_NAME": "default", "ROLE_WORLD_SIZE": str(self.count),
-            "TORCHELASTIC_RESTART_COUNT": "0", "TORCHELASTIC_MAX_RESTARTS": "0",
-            "TORCHELASTIC_RUN_ID": run_id, ENVIRONMENT: self._memory_address, STORE: f"{run_id} {store}", **is_ours,
-            "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
-        }  # fmt: skip
-        if self.count > 1:  # as torchrun does
-            common["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", "1")
-        for rank_env in self.rank_envs:
-            role = {"ROLE_RANK": str(rank_env.rank)}
-            self._fork("script_rank", [start.command], attempt, rank_env, common | role | _of_rank(rank_env), [])
-
-    def _host_store(self) -> int:
-        """Start the store at which the ranks of a script connect. Returns its port.
-
-        Raises:
-            OSError: the store did not start.
-        """
-        self._end_store()
-        self._line, other = socket.socketpair()
-        with other:
-            self._store = self._zygote.fork(
-                "train.supervise.worker:host_store", [], files=[0, 1, 2, other.fileno()], after=SCRIPT[-1]
-            )
-        port = self._line.recv(16)
-        if not port:
-            raise OSError("the store for the rendezvous of the ranks did not start")
-        self._line.settimeout(_ANSWER)
-        return int(port)
-
-    def _have_met(self) -> bool:
-        """Whether a rank has written into the store; also if the store does not answer."""
-        if self._line is not None:
-            with contextlib.suppress(OSError):
-                self._line.sendall(b"?")
-                return self._line.recv(1) != b"0"
-        return True
-
-    def wait(self) -> bool:
-        if self._meeting is not None:
-            self._meeting.look()
-        return super().wait()
-
-    def _end_store(self) -> None:
-        if self._store is not None:
-            self._zygote.signal(self._store, signal.SIGKILL)
-        if self._line is not None:
-            self._line.close()
-        self._store = self._line = None
-
-    def _end_rest(self) -> None:
-        if self._meeting is not None and [*self._codes.values()] == [0] * self.count:
-            self._meeting.end()
-        self._end_store()
-        super()._end_rest()
-
-
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-        return int(listening.getsockname()[1])
-
-
-def _of_rank(rank_env: RankEnv) -> dict[str, str]:
+def of_rank(rank_env: RankEnv) -> dict[str, str]:
+    """Return torchrun's variables that say which rank a process is."""
     return {
         "RANK": str(rank_env.rank), "LOCAL_RANK": str(rank_env.local_rank),
         "WORLD_SIZE": str(rank_env.size), "LOCAL_WORLD_SIZE": str(rank_env.local_size),

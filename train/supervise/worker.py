@@ -1,7 +1,7 @@
 """The code of a rank, from connecting to the other ranks to its last line.
 
-The zygote forks `task_rank` or `script_rank`, with arguments from ranks.py. Under torchrun `train run` is a rank itself
-and calls `run_rank`.
+The zygote forks `task_rank`, with arguments from ranks.py. Under torchrun `train run` is a rank itself and calls
+`run_rank`.
 """
 
 from __future__ import annotations
@@ -14,14 +14,13 @@ import logging
 import os
 import shlex
 import signal
-import socket
 import sys
 import time
 import traceback
 from pathlib import Path
 from typing import Any, NoReturn
 
-from .. import breakpoints, caches, faults, screen
+from .. import breakpoints, caches, causes, faults, screen
 from ..checkpoint.buffers import ENVIRONMENT
 from ..errors import Refused, TrainingFailed, may_pass
 from ..parallel.rank_env import RankEnv
@@ -65,7 +64,7 @@ def run_rank(run: Run, spec: Spec, *, rank_env: RankEnv, attempt: int, stop: Sto
         rank_env.rank == rank_env.lead or not _wait_for_lead(logs, rank_env)
     ):
         with contextlib.suppress(OSError):  # the terminal may be gone
-            parts = filter(None, [end.reason, diagnose.hint(end.reason)])
+            parts = filter(None, [end.reason, causes.hint(end.reason)])
             screen.remark("; ".join(parts))
     return end
 
@@ -108,7 +107,7 @@ def _reason_of(error: BaseException, run: Run) -> str:
     from ..parallel.devices import NoGPU
 
     if isinstance(error, NoGPU):
-        raise RuntimeError(f"{diagnose.NO_GPU}: {run.name} computes on GPUs, but torch sees none here") from None
+        raise RuntimeError(f"{causes.NO_GPU}: {run.name} computes on GPUs, but torch sees none here") from None
     if isinstance(error, bdb.BdbQuit):
         return breakpoints.ended()
     return str(error) if isinstance(error, (Refused, TrainingFailed)) else determinism.refusal(error)
@@ -146,7 +145,12 @@ def task_rank(
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
     run, rank = Run(Path(folder), files.pop(4)), rank_env["rank"]
     logs = run.logs(attempt)
-    _begin(f"train-rank {rank} {run.name}", files)
+    memory.lower_than_agent()
+    os.set_inheritable(files[3], True)  # a process that the task starts keeps the run alive too
+    with contextlib.suppress(ImportError):  # in a checkout that was not installed: tests/gpu/README.md
+        from setproctitle import setproctitle
+
+        setproctitle(f"train-rank {rank} {run.name}")
     limit_threads(int(os.environ["OMP_NUM_THREADS"]))
     init: Any = (
         f"file:///proc/self/fd/{files[4]}" if not meeting else functools.partial(_meet, **meeting, files=files[4:])
@@ -179,56 +183,6 @@ def _is_of_other(logs: Path, end: Outcome) -> bool:
     """Whether a rank died because another rank did."""
     first = outcome.first_fault(outcome.read_all(logs))
     return not end.recurs and first is not None and first.rank != end.rank
-
-
-def script_rank(command: list[str], files: list[int]) -> NoReturn:
-    """Become one rank of a script, in a fork of the zygote.
-
-    Args:
-        command: Arguments after `python -u`.
-        files: Standard files, the run's lock, and its folder.
-    """
-    for number in SIGNALS:
-        signal.signal(number, signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
-    _begin("", files)
-    os.set_inheritable(files[4], False)  # the script must not inherit the folder
-    caches.provide()
-    os.execv(sys.executable, [sys.executable, "-u", *command])
-
-
-def host_store(files: list[int]) -> NoReturn:
-    """Host the store at which the ranks of a script connect, as torchrun does.
-
-    Args:
-        files: Standard files, and a socket. It writes its port there, and answers each byte: 1 if a rank has written
-            into the store, else 0.
-    """
-    import torch.distributed as dist
-
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-        port = listening.getsockname()[1]
-        fd = listening.detach()
-    store = dist.TCPStore(
-        "127.0.0.1", port, is_master=True, wait_for_workers=False, use_libuv=False, master_listen_fd=fd
-    )
-    with contextlib.suppress(OSError), socket.socket(fileno=files[3]) as agent:
-        agent.sendall(str(port).encode())
-        while agent.recv(1):
-            agent.sendall(b"1" if store.num_keys() else b"0")
-    while True:
-        signal.pause()
-
-
-def _begin(title: str, files: list[int]) -> None:
-    memory.lower_than_agent()
-    os.set_inheritable(files[3], True)  # a process that the task starts keeps the run alive too
-    if title:
-        with contextlib.suppress(ImportError):  # in a checkout that was not installed: tests/gpu/README.md
-            from setproctitle import setproctitle
-
-            setproctitle(title)
 
 
 def limit_threads(threads: int) -> None:

@@ -9,13 +9,12 @@ from torch import Tensor
 
 from ..build.updates import Update, parts_kept
 from ..data.plan import Plan
-from ..parallel.strategy import STEP_STATS
-from .step_stats import StepStats
+from .step_stats import COUNT, COUNTED, LOSS, STATS, StepStats
 
 Figures = dict[str, float]
 """Figures by their names in metrics.jsonl."""
-Sums = Mapping[str, float]
-"""The sums of an update's stats, by `StepStats.names`."""
+Sums = Sequence[float]
+"""The sums of an update's stats: see `StepResult.sums`."""
 
 
 class Losses:
@@ -38,10 +37,10 @@ class Losses:
             name, last = _name(update.name), done - done % update.every
             if update.name not in kept:
                 continue
-            sums = dict(zip(STEP_STATS, kept[update.name].tolist(), strict=True))
-            if sums["count"]:  # else none was made yet
-                names, parts = self._stats[name].names[len(STEP_STATS) :], kept[parts_kept(update.name)].tolist()
-                sums |= dict(zip(names, parts, strict=False))  # there is room for more parts
+            sums = kept[update.name].tolist()
+            if sums[COUNT]:  # else none was made yet
+                parts = len(self._stats[name].parts.names or ())
+                sums += kept[parts_kept(update.name)][: 2 * parts].tolist()  # there is room for more parts
                 self._remember(name, self._mean(sums, plan.samples(last - 1)), self._parts(name, sums))
 
     def of_step(self, updates: Mapping[str, Sums], samples: int) -> tuple[Figures, Figures]:
@@ -71,13 +70,15 @@ class Losses:
             self._last |= {name: loss, **parts}
 
     def _mean(self, sums: Sums, samples: int) -> float:
-        count = sums["count"] if sums["counted"] or self._leaves_out else samples
-        return sums["loss"] / count if sums["count"] else 0.0
+        count = sums[COUNT] if sums[COUNTED] or self._leaves_out else samples
+        return sums[LOSS] / count if sums[COUNT] else 0.0
 
     def _parts(self, name: str, sums: Sums) -> Figures:
+        names = self._stats[name].parts.names or ()
+        totals, counts = sums[len(STATS) : len(STATS) + len(names)], sums[len(STATS) + len(names) :]
         return {
-            f"{name}.{part}": sums[f"loss.{part}"] / count if (count := sums[f"count.{part}"]) else 0.0
-            for part in self._stats[name].parts.names or ()
+            f"{name}.{part}": total / count if count else 0.0
+            for part, total, count in zip(names, totals, counts, strict=True)
         }
 
 

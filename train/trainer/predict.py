@@ -7,12 +7,10 @@ they were before.
 from __future__ import annotations
 
 import contextlib
-import io
 import os
 import random
 import sys
 import threading
-import zipfile
 from collections.abc import Iterator
 from typing import Any
 
@@ -23,6 +21,7 @@ from torch import nn
 from ..build import objects
 from ..build.determinism import lay_out
 from ..build.loss import kind_of
+from ..code import copies, imports
 from ..config import Config
 from ..data.fetch import fetcher
 from ..data.order import seed_of
@@ -32,8 +31,9 @@ from ..data.to_device import prepared
 from ..errors import Refused, one_line
 from ..parallel.precision import Precision, precision_on
 from ..parallel.world import World
-from ..run import folders, imports, owner
+from ..run import folders
 from ..run.best import AVERAGE
+from ..run.owner import TrustedRun
 from ..run.run_folder import Run
 from ..run.spec import Spec, read_spec
 from ..tasks import Task
@@ -45,7 +45,7 @@ _visiting = threading.RLock()
 _RUN_DIR = "TRAIN_RUN_DIR"
 
 
-def model_of(run: Run, step: int | None, *, device: str, weights: str) -> nn.Module:
+def model_of(run: TrustedRun, step: int | None, *, device: str, weights: str) -> nn.Module:
     """Return the trained model of a run on a device, in eval mode.
 
     Args:
@@ -75,7 +75,9 @@ def _trained(run: Run, spec: Spec, step: int | None, weights: str) -> tuple[Task
     return task, config, model
 
 
-def predictions(run: Run, step: int | None, dataset: Any, *, device: str, weights: str, batch_size: int | None) -> Any:
+def predictions(
+    run: TrustedRun, step: int | None, dataset: Any, *, device: str, weights: str, batch_size: int | None
+) -> Any:
     """Return the predictions for every sample of a data set, joined, on the CPU.
 
     Without `predict` in the task these are what the model returns for a batch, or for the first part of a batch that is
@@ -140,13 +142,10 @@ def _pass(
 
 
 @contextlib.contextmanager
-def visited(run: Run, spec: Spec, device: torch.device) -> Iterator[None]:
+def visited(run: TrustedRun, spec: Spec, device: torch.device) -> Iterator[None]:
     """Context manager in which this process may execute the code of a run. Restores the process on exit."""
     seeded = [device] if device.type == "cuda" else []
-    own = set()
-    if (run.folder / imports.MODULES).is_file():
-        with zipfile.ZipFile(io.BytesIO(owner.read(owner.opened(run), imports.MODULES))) as kept:
-            own = {imports.top(name) for name in kept.namelist()}
+    own = copies.tops(run)
     with _visiting, torch.random.fork_rng(devices=seeded):
         generators = random.getstate(), np.random.get_state()
         before = os.getcwd(), os.environ.get(_RUN_DIR), [*sys.path], [*sys.meta_path]

@@ -25,6 +25,7 @@ from ..checkpoint.newest import ResumeState
 from ..checkpoint.save import Saver
 from ..checkpoint.snapshot import Parts, Snapshots
 from ..checkpoint.state_dict import TrainState
+from ..code import imports
 from ..config import Config, strategies
 from ..data.loader import Loader
 from ..data.plan import Plan, Sharing
@@ -40,7 +41,7 @@ from ..parallel.strategy import Strategy
 from ..parallel.torch_private import fix_compiler, limit_compile_threads
 from ..parallel.world import World, join
 from ..parallel.wrap_units import recompute
-from ..run import folders, heartbeat, imports, metrics, proving
+from ..run import folders, heartbeat, metrics, proving
 from ..run.heartbeat import Heart
 from ..run.run_folder import Run
 from ..run.spec import Spec

@@ -41,7 +41,7 @@ def step(job: Job, number: int, prefetch: Prefetch, stats_of: dict[str, StepStat
     fetched = _fetch(job, number, prefetch)
     batches = list(fetched) if len(updates) > 1 else fetched  # several updates need them all, one takes one at a time
     norms: list[Tensor] = []
-    result = StepResult({}, {}, {}, [])
+    result = StepResult({}, {}, [])
     for update in updates:
         strategy, stats = update.strategy, stats_of[update.name]
         update.activate()  # only its own parameters require gradients
@@ -67,7 +67,6 @@ def step(job: Job, number: int, prefetch: Prefetch, stats_of: dict[str, StepStat
             del loss  # frees its graph before the next forward
             check.after_micro_batch(is_last)
         sums = result.sums[update.name] = stats.summed(strategy.reduce(stats.tensor()))
-        result.names[update.name] = stats.names
         _report(job, check)
 
         # With on_nan skip, all ranks leave out the update if the loss or a gradient is not finite.

@@ -28,9 +28,8 @@ class StepResult(NamedTuple):
     """The result of a step, on the device: tensors that the host reads later."""
 
     sums: dict[str, Tensor]
-    """Maps the name of each update that was due to its sums over all ranks, as `StepStats.names` says."""
-    names: dict[str, Sequence[str]]
-    """Maps the name of each of these updates to the names of its sums."""
+    """Maps the name of each update that was due to its sums over all ranks: those of STATS, then the totals of the
+    parts of the loss, then their counts."""
     figures: dict[str, Tensor]
     """Maps names of run/metrics.Training to scalars, for the line of the step."""
     left_out: list[str]
@@ -67,13 +66,6 @@ class StepStats:
         self._filled: list[float | None] = [0.0] * len(STATS)
         """The value that the host has filled into each cell; None if the device has written the cell."""
         self.begin(0)
-
-    @property
-    def names(self) -> Sequence[str]:
-        """Names of what `summed` returns: STATS, then `loss.PART` and `count.PART` for the parts of the loss."""
-        if not self.parts.names:
-            return STATS
-        return (*STATS, *(f"{kind}.{part}" for kind in ("loss", "count") for part in self.parts.names))
 
     def begin(self, micros: int) -> None:
         """Reset the stats for the next step, of this many micro batches over all ranks."""
@@ -147,7 +139,7 @@ class StepStats:
         _put(self._cells[place], value)
 
     def summed(self, reduced: Tensor) -> Tensor:
-        """Return the sums (see `names`), from what the strategy has reduced over the ranks."""
+        """Return the sums (see `StepResult.sums`), from what the strategy has reduced over the ranks."""
         sums = reduced
         if self._rows is not None:  # each row is one rank's, and zeros of the others round nothing
             rows, stats = reduced[: self._rows.numel()].view_as(self._rows), reduced[self._rows.numel() :]
@@ -193,8 +185,7 @@ class Readback(Generic[T]):
 
     def __init__(self, device: torch.device) -> None:
         self._lag = 1 if device.type == "cuda" else 0
-        self._pending: collections.deque[tuple[T, dict[str, Sequence[str]], list[str], Tensor, Any]]
-        self._pending = collections.deque()
+        self._pending: collections.deque[tuple[T, dict[str, int], list[str], Tensor, Any]] = collections.deque()
         self._free: list[tuple[Tensor, Any]] = []
         """Pinned tensors and events for reuse: making them costs more than the copy."""
 
@@ -207,7 +198,8 @@ class Readback(Generic[T]):
             pinned.copy_(values, non_blocking=True)
             event.record()
             values = pinned
-        self._pending.append((step, result.names, [*result.figures], values, event))
+        lengths = {update: len(sums) for update, sums in result.sums.items()}
+        self._pending.append((step, lengths, [*result.figures], values, event))
 
     def _pinned(self, values: Tensor) -> tuple[Tensor, Any]:
         """Return a pinned tensor for values, and an event."""
@@ -217,20 +209,21 @@ class Readback(Generic[T]):
                 return pinned, event
         return torch.empty(values.shape, dtype=values.dtype, pin_memory=True), torch.cuda.Event()
 
-    def take(self, everything: bool) -> Iterator[tuple[T, dict[str, dict[str, float]], dict[str, float]]]:
-        """Yield each step whose result can be read by now: what `put` got, the sums of each update by their names, and
-        the figures.
+    def take(self, everything: bool) -> Iterator[tuple[T, dict[str, list[float]], dict[str, float]]]:
+        """Yield each step whose result can be read by now: what `put` got, the sums of each update, and the figures.
 
         Args:
             everything: also wait for the result of the last step.
         """
         while len(self._pending) > (0 if everything else self._lag):
-            step, updates, figures, values, event = self._pending.popleft()
+            step, lengths, figures, values, event = self._pending.popleft()
             if event is not None:
                 event.synchronize()
-            numbers = iter(values.tolist())
+            numbers, end = values.tolist(), 0
             if event is not None:
                 self._free.append((values, event))
-            # each update takes as many numbers as it has names
-            sums = {update: dict(zip(names, numbers, strict=False)) for update, names in updates.items()}
-            yield step, sums, dict(zip(figures, numbers, strict=True))
+            sums: dict[str, list[float]] = {}
+            for update, length in lengths.items():
+                sums[update] = numbers[end : end + length]
+                end += length
+            yield step, sums, dict(zip(figures, numbers[end:], strict=True))

@@ -38,7 +38,7 @@ from .not_finite import note_skipped, why_it_ends
 from .prefetch import DataWait, Prefetch, micro_batches
 from .setup import Job
 from .step import note_not_exact, step
-from .step_stats import Readback, StepStats
+from .step_stats import COPY, COUNT, COUNTED, SAVE, STOP, Readback, StepStats
 from .timing import Timing, WaitAdvice
 from .trace import Trace, steps_of
 
@@ -236,13 +236,13 @@ class Loop:
             self._log(made, updates, figures)
             requests = 0.0
             for sums in updates.values():
-                requests += sums["copy"]
-                self.is_stopping |= sums["stop"] > 0
-                save |= sums["save"] > 0
+                requests += sums[COPY]
+                self.is_stopping |= sums[STOP] > 0
+                save |= sums[SAVE] > 0
             self.job.snapshots.stats_read(made.number, requests)
         return save
 
-    def _log(self, made: _Step, updates: dict[str, dict[str, float]], figures: dict[str, float]) -> None:
+    def _log(self, made: _Step, updates: dict[str, list[float]], figures: dict[str, float]) -> None:
         """Check the losses of a step and write its line."""
         job, last = self.job, [*updates.values()][-1]
         losses, parts = self._losses.of_step(updates, made.samples)
@@ -250,9 +250,9 @@ class Loop:
             note_skipped(job, self._skipped, made.number)
         elif not math.isfinite(sum(losses.values())):
             raise TrainingFailed(why_it_ends(losses, made.number))
-        if last["counted"]:
-            self.timing.count(last["count"])
-        self._empty = 0 if last["count"] or not self._leaves_out else self._empty + 1
+        if last[COUNTED]:
+            self.timing.count(last[COUNT])
+        self._empty = 0 if last[COUNT] or not self._leaves_out else self._empty + 1
         if self._empty == _EMPTY_STEPS or (self._empty and made.number == self._empty == job.total_steps):
             raise TrainingFailed(
                 f"no sample could be read in {self._empty} steps in a row, up to step {made.number}; see "

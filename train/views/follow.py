@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
-from .. import screen
+from .. import programs, screen
 from ..cluster import jobs
 from ..errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_REFUSED
 from ..format import figures
@@ -20,7 +20,6 @@ from ..run import states
 from ..run.record import Record
 from ..run.run_folder import Run
 from ..run.spec import spec_of
-from ..supervise import programs
 from ..supervise.decide import CODES
 from .listing import with_reason
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from .. import screen
+from .. import programs, screen
 from ..errors import shortened
 from ..format import ago, duration, figure, figures
 from ..mirror import state as mirror
@@ -18,7 +18,6 @@ from ..run.best import best, best_steps
 from ..run.record import Attempt, Record
 from ..run.run_folder import Run, seconds_of
 from ..run.states import COPY, FAILED, INTERRUPTED, OTHER_FORMAT, RUNNING
-from ..supervise import programs
 
 COLUMNS = ("name", "state", "step", "ranks", "started", "result")
 """Columns of `train ls` unless --columns names others."""

@@ -10,13 +10,12 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .. import screen
+from .. import programs, screen
 from ..errors import Refused, shortened
 from ..run import metrics
 from ..run.durable import check_target, published
 from ..run.run_folder import Run
 from ..run.spec import spec_of
-from ..supervise import programs
 from . import settings
 
 if TYPE_CHECKING:

@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from .. import config as configuration
-from .. import screen
+from .. import programs, screen
 from ..errors import shortened
 from ..run.spec import Spec
-from ..supervise import programs
 
 _MOST = 4
 """Maximum number of fields in the label of a run."""

@@ -21,12 +21,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from .. import doing, hash_seed
+from .. import doing, hash_seed, helper
 from ..errors import Refused, of_encoding, of_system, one_line
 from . import server
 from .server import LIBRARIES, OFF, SIGNALS, called, lender_socket, receive, send
 
-__all__ = ["CHECKS", "OFF", "RANKS", "SCRIPT", "Zygote", "acquire", "lives", "start_lender"]
+__all__ = ["CHECKS", "ENDING", "OFF", "RANKS", "SCRIPT", "Zygote", "acquire", "lives", "start_lender"]
 
 CHECKS = ("torch", "train.launcher.resume")
 """Imports for the check of a task, without torch's compiler."""
@@ -44,7 +44,7 @@ _IMPORTING = 120.0
 """Seconds a lender gets to answer: it may still be importing."""
 _LOOK_EVERY = 0.2
 """Seconds between two calls of what a caller does while it waits."""
-_ENDING = 2.0
+ENDING = 2.0
 """Seconds a zygote gets to end by itself, and killed processes get to vanish."""
 
 
@@ -198,7 +198,7 @@ class Zygote:
             with contextlib.suppress(OSError):
                 os.killpg(pid, signal.SIGKILL)
         if self._process is not None:
-            end(self._process)
+            helper.end(self._process, ENDING)  # by itself, so that torch removes its temporary folders
         _wait_for_death({*self._alive, self._pid})
         if not self.is_lost and lives(self._pid):  # in the middle of an import
             with contextlib.suppress(OSError):
@@ -235,18 +235,6 @@ class Zygote:
         return ZygoteLost("the process that imports torch and forks the ranks is gone; try: python -c 'import torch'")
 
 
-def end(process: subprocess.Popen[bytes]) -> None:
-    """End a lender, or a zygote whose socket is closed. Lets it exit by itself first, so that torch removes its
-    temporary folders."""
-    if process.stdin is not None:
-        process.stdin.close()
-    try:
-        process.wait(_ENDING)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
-
-
 def lives(pid: int) -> bool:
     """Whether this process is still running. A zombie is not."""
     try:
@@ -257,7 +245,7 @@ def lives(pid: int) -> bool:
 
 def _wait_for_death(pids: set[int]) -> None:
     """Wait a moment for these killed processes to end."""
-    deadline = time.monotonic() + _ENDING
+    deadline = time.monotonic() + ENDING
     while any(map(lives, pids)) and time.monotonic() < deadline:
         time.sleep(0.01)
 
@@ -309,7 +297,7 @@ def _connected(path: Path) -> socket.socket | None:
     """Connect to the lender at this socket, if there is one. Its folder ensures that it belongs to this user."""
     line = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
-        line.settimeout(_ENDING)
+        line.settimeout(ENDING)
         line.connect(str(path))
     except OSError:
         line.close()
@@ -368,7 +356,4 @@ def starting_early() -> Iterator[None]:
 def end_early() -> None:
     """End the lender of this launch: the agent has a zygote, or needs none."""
     while _early:
-        process = _early.pop()
-        assert process.stdin is not None
-        process.stdin.close()
-        process.returncode = 0  # no warning that it may outlive this process
+        helper.leave(_early.pop())

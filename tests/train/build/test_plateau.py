@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from train.build.schedule import plateau_drops, rate_factor
+from train.build.schedule import plateau_drops, rate_factors
 from train.config import Config, build
 from train.errors import Refused
 
@@ -49,15 +49,15 @@ def test_it_drops_as_torchs_with_one_less_of_patience(values: list[float], mode:
         reference.step(value)
         past.append(None if math.isnan(value) else value)  # as metrics.jsonl has it
         drops = plateau_drops(made, evaluated(past), 0)
-        assert rate_factor(made, 99, 10, 100, drops) == reference.get_last_lr()[0]
+        assert rate_factors(made, 10, 100, drops)(99) == reference.get_last_lr()[0]
 
 
 def test_evaluations_of_the_warm_up_do_not_count_and_the_rate_keeps_its_floor() -> None:
     made = config(decay="plateau", metric="loss", patience=2, min_factor=0.2, warmup_epochs=1)
     past = evaluated([1.0, 9.0, 9.0, 9.0, 9.0, 9.0])
     assert [plateau_drops(made, past[:count], 4) for count in range(7)] == [0, 0, 0, 0, 0, 0, 1]
-    assert [rate_factor(made, 50, 4, 100, drops) for drops in (0, 1, 2)] == [1, 0.2, 0.2]
-    assert rate_factor(made, 1, 4, 100, 2) == 0.5  # of the warm-up
+    assert [rate_factors(made, 4, 100, drops)(50) for drops in (0, 1, 2)] == [1, 0.2, 0.2]
+    assert rate_factors(made, 4, 100, 2)(1) == 0.5  # of the warm-up
 
 
 def rates(engine: Any, name: str) -> list[float]:

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.train.training import OWN_OPTIMIZER, TASK
-from train.build.schedule import Planned, factors, rate_factor, rate_scale
+from train.build.schedule import Planned, factors, rate_factors, rate_scale
 from train.config import Config, build
 from train.errors import Refused
 from train.launcher.resume import prepare_resume
@@ -25,7 +25,7 @@ def config(**schedule: Any) -> Config:
 
 
 def rates(made: Config, steps_per_epoch: int, total: int) -> list[float]:
-    return [rate_factor(made, step, steps_per_epoch, total) for step in range(total)]
+    return [*map(rate_factors(made, steps_per_epoch, total), range(total))]
 
 
 @pytest.mark.parametrize(
@@ -274,7 +274,9 @@ def test_a_scheduler_of_the_tasks_own_is_refused_in_its_second_step_with_the_way
 def test_a_run_trains_with_these_rates(steady: Any) -> None:
     lines = [line for line in steady.station.metrics("one") if "lr" in line]
     made = config(warmup_epochs=0.5)
-    assert [line["lr"] for line in lines] == pytest.approx([0.1 * rate_factor(made, step, 4, 10) for step in range(10)])
+    assert [line["lr"] for line in lines] == pytest.approx(
+        [0.1 * one for one in map(rate_factors(made, 4, 10), range(10))]
+    )
 
 
 RATED = """

@@ -19,6 +19,7 @@ from tests.train.tiers import later
 from train.checkpoint.buffers import SnapshotMemory
 from train.launcher import checks
 from train.launcher.request import Request
+from train.programs import TASK
 from train.run import folders, run_folder
 from train.run.spec import Spec, read_spec
 from train.signals import StopRequest
@@ -100,8 +101,9 @@ class Kept:
         processes = Keeping(run, lock, ranks, self.engine.zygote, fault, times, between)
         try:
             self.code = Supervisor(
-                run=run, spec=read_spec(run), ranks=processes, mode=LaunchMode.LAUNCHED, stop=StopRequest(())
-            ).keep()
+                run=run, spec=read_spec(run), program=TASK, ranks=processes, mode=LaunchMode.LAUNCHED,
+                stop=StopRequest(()),
+            ).keep()  # fmt: skip
         finally:
             lock.release()
             assert processes.memory is not None

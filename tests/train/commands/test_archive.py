@@ -14,7 +14,8 @@ import pytest
 import torch
 
 from tests.train.conftest import Station
-from train.run import imports
+from train.code import imports
+from train.run.ownership import MODULES
 
 pytestmark = pytest.mark.never_forgiven
 
@@ -104,7 +105,7 @@ def test_a_resume_imports_what_the_run_was_launched_with(here: Station) -> None:
 
 
 def test_a_run_whose_copy_of_modules_was_changed_does_not_go_on_by_itself(here: Station) -> None:
-    kept = here.runs / "killed" / imports.MODULES
+    kept = here.runs / "killed" / MODULES
     before = kept.read_bytes()
     with zipfile.ZipFile(kept, "a") as zipped:
         zipped.writestr("more.py", "")
@@ -139,9 +140,7 @@ def test_what_is_on_pythonpath_is_kept_under_its_own_name(tmp_path: Path, monkey
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path / "src"))
-    (tmp_path / "kept.zip").write_bytes(
-        imports.read(tmp_path / "mine" / "task.py", tmp_path / "mine").files()[imports.MODULES]
-    )
+    (tmp_path / "kept.zip").write_bytes(imports.read(tmp_path / "mine" / "task.py", tmp_path / "mine").files()[MODULES])
     code = "import first, lib.second; print(lib.second.three.three, first.__file__)"
     done = subprocess.run(
         [sys.executable, "-c", code], env={"PYTHONPATH": str(tmp_path / "kept.zip")}, capture_output=True, text=True,

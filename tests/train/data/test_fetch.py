@@ -16,11 +16,11 @@ import pytest
 import torch
 from torch.utils.data import Dataset
 
+from train import causes
 from train.data.fetch import shape_error
 from train.data.loader import Loader
 from train.data.plan import MicroBatch
 from train.errors import TrainingFailed
-from train.supervise import diagnose
 from train.supervise.diagnose import failure_of
 
 CPU = torch.device("cpu")
@@ -122,7 +122,7 @@ def test_how_a_loader_process_died_is_said(ends: Callable[[], None], said: str, 
     why = failure_of(caught.value, None)
     assert why["reason"] == f"RuntimeError: DataLoader worker (pid {pid}) {said}"
     assert not why["recurs"]
-    hint = diagnose.hint(why["reason"])
+    hint = causes.hint(why["reason"])
     assert checks in hint if checks else not hint
 
 
@@ -189,7 +189,7 @@ def test_a_batch_that_a_worker_cannot_hand_over_is_an_error_with_its_cause(
     assert said in why["reason"]
     assert isinstance(error, TrainingFailed) or why["recurs"] == recurs
     if not recurs:
-        assert "ulimit -n" in why["reason"] and "'open files'" in diagnose.hint(why["reason"])
+        assert "ulimit -n" in why["reason"] and "'open files'" in causes.hint(why["reason"])
     elif "Own" not in said:
         assert "--data.workers 0" in why["reason"]
 

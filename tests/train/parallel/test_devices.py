@@ -15,6 +15,7 @@ import torch
 
 from tests.train.specs import with_spec
 from tests.train.training import Engine
+from train import programs
 from train.build import cores
 from train.config import Config
 from train.errors import Refused
@@ -35,7 +36,6 @@ from train.parallel.rank_env import RankEnv
 from train.parallel.torch_private import limit_compile_threads
 from train.run import ownership
 from train.run.outcome import Kind, Outcome, read_all
-from train.supervise import programs
 from train.supervise.decide import Facts, LaunchMode, decide
 from train.trainer.evaluate import evaluate_run
 

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from train.launcher.live_view import LogTail
-from train.run.figures import OutputReader
 from train.run.log_limit import LogLimit
-from train.supervise import health, lingering
+from train.scripts import health, lingering
+from train.scripts.reader import OutputReader
 
 WRITES = """
 import os, sys

@@ -13,6 +13,7 @@ import train
 from tests.train.conftest import Station
 from train.errors import Refused
 from train.run import owner, states
+from train.run.owner import TrustedRun
 from train.run.record import FORMAT
 from train.run.run_folder import Run
 
@@ -96,7 +97,7 @@ def test_what_another_user_has_put_into_a_shared_folder_of_runs_is_not_run(
     assert not seen.exists()
     copy = station.folder / "mine"
     shutil.copytree(station.runs / "a", copy / "a")  # as the line says
-    owner.opened(Run(copy / "a"))
+    TrustedRun(Run(copy / "a"))
 
 
 def test_a_checkpoint_in_which_another_user_has_put_a_file_is_not_read(station: Station, seen: Path) -> None:
@@ -112,19 +113,19 @@ def test_a_swap_between_the_look_and_the_use_gains_nothing(station: Station, see
     shutil.copytree(run, theirs)
     (theirs / "task.py").write_text("theirs")
     give(theirs)
-    mine, held = (run / "task.py").read_bytes(), owner.opened(Run(run))
+    mine, held = (run / "task.py").read_bytes(), TrustedRun(Run(run))
     station.runs.chmod(0o777)  # where they may rename
     run.rename(station.runs / "away")
     run.symlink_to(theirs)
-    assert owner.read(held, "task.py") == mine
-    assert owner.place_to_import(held, "task.py").read_bytes() == mine
+    assert held.code("task.py") == mine
+    assert held.place_to_import("task.py").read_bytes() == mine
     with pytest.raises(Refused, match=f"uid {OTHER}"):
-        owner.opened(Run(run))
+        TrustedRun(Run(run))
     (held.folder / "task.py").unlink()
     (held.folder / "task.py").symlink_to(theirs / "task.py")
     os.chown(station.runs / "away" / "task.py", OTHER, OTHER, follow_symlinks=False)
     with pytest.raises(Refused, match=f"uid {OTHER}"):
-        owner.read(held, "task.py")
+        held.code("task.py")
 
 
 def test_root_runs_no_program_that_the_users_of_a_station_can_change(station: Station) -> None:

@@ -15,10 +15,10 @@ import pytest
 
 import train
 from tests.train.conftest import PATIENCE, Station
+from train import programs
 from train.launcher import keeper, resumable, stopping
 from train.run import environment, folders, ownership, states
 from train.run.run_folder import Run
-from train.supervise import programs
 
 pytestmark = pytest.mark.never_forgiven
 

@@ -92,7 +92,7 @@ def test_a_fork_continues_from_a_checkpoint_with_other_arguments(lent: Station) 
 @pytest.mark.parametrize(
     ("asked", "said"),
     [
-        (["--task", "digits"], "--task: lent1 runs a script, which starts as its file is now; edit the file"),
+        (["--task", "digits"], "--task is for tasks; a script starts as its file is now, so edit the file"),
         (["--epochs", "3"], "--epochs is for tasks, not for scripts; put arguments of the script after --"),
         (["--checkpoint", "7"], "lent1 has no checkpoint of step 7; there are: 5, 10, 12"),
         (["--", "{newest:x}"], "only --on-restart takes {newest:GLOB}"),

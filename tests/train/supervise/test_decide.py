@@ -9,10 +9,9 @@ from typing import Any
 
 import pytest
 
-from train import signals
+from train import causes, programs, signals
 from train.nodes.node_reports import merged, report_of
 from train.run.outcome import Kind, Outcome
-from train.supervise import memory, programs
 from train.supervise.decide import Decision, Facts, LaunchMode, StopCause, decide, who_died
 
 pytestmark = pytest.mark.never_forgiven
@@ -42,13 +41,14 @@ NO_WORKER = "RuntimeError: DataLoader worker (pid(s) 7) exited unexpectedly\n"
 LOADER = "RuntimeError: DataLoader worker (pid 7) is killed by signal: Killed.\n"
 REFUSED_MEMORY = "terminate called after throwing an instance of 'std::bad_alloc'\n  what():  std::bad_alloc\n"
 CHECK = "; see: train doctor --only 'memory'"
+WAY = f"{causes.MEMORY.remedy}{CHECK}"
 BUSY = TRACEBACK + "RuntimeError: can't start new thread\n"
 
 
 def facts(mode: LaunchMode, outcomes: tuple[Outcome, ...] = (), **more: Any) -> Facts:
     """Of a run `a` on two ranks that may be started again three times."""
     given: dict[str, Any] = {
-        "name": "a", "program": programs.TASK, "ranks": 2, "max_restarts": 3, "healthy_minutes": 10.0,
+        "name": "a", "program": programs.TASK, "ranks": 2, "max_restarts": 3, "no_progress": "without a new checkpoint",
         "refused_at": "8 GiB",
     }  # fmt: skip
     return Facts(mode=mode, outcomes={each.rank: each for each in outcomes}, **given | more)
@@ -60,7 +60,8 @@ def died(rank: int, reason: str, recurs: bool, at: float = 1.0) -> Outcome:
 
 def of_script(outcomes: tuple[Outcome, ...] = (), **more: Any) -> Facts:
     """Of a script, which by default is never started again."""
-    return facts(LAUNCHED, outcomes, program=programs.SCRIPT, **{"max_restarts": 0} | more)
+    given = {"program": programs.SCRIPT, "no_progress": "before it had run 10 minutes", "max_restarts": 0}
+    return facts(LAUNCHED, outcomes, **given | more)
 
 
 finished = Outcome(rank=0, kind=Kind.FINISHED, step=9, figures={"weights_sha256": "ab", "epoch": 1})
@@ -158,10 +159,10 @@ ENDS: list[tuple[str, Facts, dict[str, Any]]] = [
     ("nobody says anything", facts(LAUNCHED), {"why": "the ranks ended without a report", "again": True}),
     ("killed for memory", facts(LAUNCHED, exits={1: KILL}, killed_at="the 2 GiB of this machine"),
      {"state": "failed",
-      "reason": f"out of memory: rank 1 was killed at the 2 GiB of this machine; {memory.ADVICE}{CHECK}"}),
+      "reason": f"out of memory: rank 1 was killed at the 2 GiB of this machine; {WAY}"}),
     ("its loader killed for memory",
      facts(LAUNCHED, (died(0, LOADER, False),), exits={0: 1}, logs={0: LOADER}, killed_at="1 GiB"),
-     {"state": "failed", "reason": f"out of memory: a process of rank 0 was killed at 1 GiB; {memory.ADVICE}{CHECK}"}),
+     {"state": "failed", "reason": f"out of memory: a process of rank 0 was killed at 1 GiB; {WAY}"}),
     ("a hang while another process was killed for memory",
      facts(LAUNCHED, exits={0: KILL}, hang="H", killed_at="1 GiB"),
      {"state": None, "why": "H", "again": True}),
@@ -178,7 +179,7 @@ ENDS: list[tuple[str, Facts, dict[str, Any]]] = [
     ("one that passes", facts(FOREGROUND, (died(1, "OSError: [Errno 5] I/O", False),), exits={1: 1}),
      {"state": "failed", "reason": "rank 1: OSError: [Errno 5] I/O"}),
     ("a spawned rank killed for memory", facts(FOREGROUND, exits={0: KILL}, killed_at="1 GiB"),
-     {"state": "failed", "reason": f"out of memory: rank 0 was killed at 1 GiB; {memory.ADVICE}{CHECK}"}),
+     {"state": "failed", "reason": f"out of memory: rank 0 was killed at 1 GiB; {WAY}"}),
     ("an exception in one process", facts(FOREGROUND, (died(0, "ValueError: bad", True),), ranks=1),
      {"end": "failed", "state": "failed", "reason": "ValueError: bad", "message": "ValueError: bad", "code": 3}),
     ("the same after a request to stop", facts(FOREGROUND, (died(0, "OSError: full", False),), asked=TERMINATED),
@@ -240,11 +241,13 @@ ENDS: list[tuple[str, Facts, dict[str, Any]]] = [
      of_script(exits={0: TERM, 1: 3}), {"reason": "rank 1 exited with code 3; see: train logs a --rank 1"}),
     ("memory is refused to a script", of_script(exits={0: ABRT}, logs={0: REFUSED_MEMORY}, max_restarts=9),
      {"state": "failed",
-      "reason": f"rank 0: out of memory (what(): std::bad_alloc): 8 GiB; {memory.ADVICE} (died of SIGABRT){CHECK}"}),
+      "reason": f"rank 0 died of SIGABRT: out of memory (what(): std::bad_alloc): 8 GiB; {causes.MEMORY.remedy}; see: "
+      f"train logs a --rank 0{CHECK}"}),
     ("the kernel kills a script for memory", of_script(exits={1: KILL}, killed_at="1 GiB", max_restarts=9),
-     {"state": "failed", "reason": f"out of memory: rank 1 was killed at 1 GiB; {memory.ADVICE}{CHECK}"}),
+     {"state": "failed", "reason": f"out of memory: rank 1 was killed at 1 GiB; {WAY}"}),
     ("a machine is too busy for a script", of_script(exits={0: 1}, logs={0: BUSY}, max_restarts=9),
-     {"again": True, "wait": 2.0, "why": "rank 0: RuntimeError: can't start new thread (exited with code 1)"}),
+     {"again": True, "wait": 2.0, "why": "rank 0 exited with code 1: RuntimeError: can't start new thread; see: train "
+      "logs a --rank 0"}),
     ("the last words of a script name a likely cause",
      of_script(exits={0: 1}, logs={0: TRACEBACK + "OSError: [Errno 28] No space left on device\n"}),
      {"state": "failed",

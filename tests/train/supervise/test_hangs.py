@@ -12,9 +12,10 @@ import pytest
 
 from tests.train.conftest import Station
 from tests.waiting import eventually
+from train import programs
 from train.run import folders, heartbeat
 from train.run.spec import read_spec
-from train.supervise import health, programs
+from train.supervise import health
 from train.supervise.health import TaskHealth
 
 pytestmark = pytest.mark.turns

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from train.supervise import decide, memory, programs
+from train import programs
+from train.supervise import decide, memory
 from train.supervise.decide import Facts, LaunchMode
 
 pytestmark = pytest.mark.never_forgiven

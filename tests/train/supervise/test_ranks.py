@@ -15,11 +15,11 @@ import pytest
 from tests.train import forks
 from tests.train.conftest import lives
 from tests.waiting import eventually
+from train import causes
 from train.errors import Refused
 from train.run import folders, states
 from train.run.spec import read_spec
 from train.signals import POLITE
-from train.supervise import diagnose
 from train.supervise.ranks import TaskRanks, flight_recorder
 from train.zygote.client import Zygote
 
@@ -296,5 +296,5 @@ def test_a_fork_that_the_machine_has_no_room_for_is_told_as_passing(
     ranks.start(read_spec(run), run.begin_attempt(2, 0))
     eventually("all ranks have ended", ranks.wait)
     lock.release()
-    assert diagnose.is_busy(ranks.problem) and ranks.exits == {0: 1}
+    assert causes.BUSY.matches(ranks.problem) and ranks.exits == {0: 1}
     is_ended(forked[0])

@@ -21,9 +21,9 @@ from train.errors import Refused
 from train.launcher.checks import prepare
 from train.launcher.fork import prepare_fork
 from train.launcher.request import Request
+from train.monitor.status import RunStatus
 from train.parallel.world import World
 from train.run.heartbeat import Heart
-from train.run.spec import read_spec
 from train.trainer.orders import Orders
 from train.views.listing import story
 
@@ -101,7 +101,7 @@ def test_ranks_kills_and_workers_change_nothing(name: str, engine: Any, tmp_path
     assert len({one["weights_sha256"] for one in records}) == 1
     assert {one["sampler"] for one in records} == {name}
     run = engine.station.run(runs[0])
-    assert f"{name}() of the task, " in story(run, records[0], read_spec(run))
+    assert f"{name}() of the task, " in story(RunStatus(run, records[0]))
     assert engine.station.samples(runs[0]) == engine.station.samples(runs[1]) == engine.station.samples(runs[2])
     epoch = 40 if name == "order" else SAMPLES
     steps = engine.station.samples(runs[0])

@@ -67,7 +67,7 @@ def feed_once(run: Run) -> None:
     """As rank 0 does, to its end."""
     made = wandb.WandbProcess(run, "a-project", run.folder / "wandb.log")
     eventually((run.folder / "wandb.log").read_text, (run.folder / wandb.FILE).exists)
-    process = made._process
+    process = made.process
     process.stdin.close()  # type: ignore[union-attr]
     process.wait(timeout=PATIENCE)
 

@@ -12,14 +12,13 @@ import json
 import os
 import re
 import select
-import subprocess
 import sys
 import threading
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from ... import module_runner, screen
+from ... import helper, screen
 from ...errors import Refused, one_line
 from ...run import durable, metrics, wandb_run
 from ...run.run_folder import Run
@@ -53,18 +52,12 @@ class WandbProcess:
 
     def __init__(self, run: Run, project: str, log: Path) -> None:
         """`log` takes the output of wandb. Raises OSError where no process can be started."""
-        with log.open("ab") as out:
-            self._process = subprocess.Popen(
-                module_runner.command("train.trainer.loggers.wandb", str(run.path), project),
-                stdin=subprocess.PIPE, stdout=out, stderr=out, start_new_session=True,
-            )  # fmt: skip
+        # in the rank's folder, where wandb may have settings
+        self.process = helper.start("train.trainer.loggers.wandb", str(run.path), project, log=log, folder=None)
 
     def close(self) -> None:
         """Let it send the rest and end, without waiting for it."""
-        assert self._process.stdin is not None
-        with contextlib.suppress(OSError):
-            self._process.stdin.close()
-        self._process.returncode = 0  # else Python warns that it was not waited for
+        helper.leave(self.process)
 
 
 class _Sent:

@@ -11,13 +11,13 @@ from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any
 
+from ..code import imports
 from ..errors import Refused
-from ..gpus import seen_here
-from ..run import imports, log_limit, owner
-from ..run.run_folder import Run
+from ..run import log_limit, owner
+from ..run.owner import TrustedRun
 from ..run.spec import read_spec, spec_of
-from ..supervise import programs, script_command
-from . import provenance
+from . import command
+from .command import BEGINS_ANEW, SAY_HOW
 
 _OF_FORK = ("script", "script_module", "on_restart", "figures", "cwd", "session")
 """Fields of run.json that a fork takes from the forked run."""
@@ -40,13 +40,13 @@ def check(
     files = imports.of_script(path)
     record: dict[str, Any] = {
         "watch": watch_flags(flags), "script": str(path), "script_module": module, "script_arguments": arguments,
-        "on_restart": words, "script_files": files, "cwd": os.getcwd(), "versions": provenance.versions(seen_here()),
+        "on_restart": words, "script_files": files, "cwd": os.getcwd(),
     }  # fmt: skip
     sources = [path, *(Path(name) for name in files if name.endswith(".py"))]
     record["expects_session"] = any(map(opens_session, sources))
     warnings = _ports_in_use(sources)
     if words is None and not record["expects_session"]:
-        warnings.append(f"a restart of {path.name} {programs.BEGINS_ANEW}; {programs.SAY_HOW}")
+        warnings.append(f"a restart of {path.name} {BEGINS_ANEW}; {SAY_HOW}")
     return record, warnings
 
 
@@ -61,14 +61,14 @@ def check_now(
         Refused: the file cannot be read, an argument is broken, or a field is not for scripts.
     """
     watch_flags(flags)
-    script_command.check_arguments(arguments)
-    words = None if on_restart is None else script_command.split(on_restart)
+    command.check_arguments(arguments)
+    words = None if on_restart is None else command.split(on_restart)
     path = find_module(module) if module else Path(script).absolute()
     check_readable(path, "--module" if module else "--script")
     return path, words
 
 
-def check_again(run: Run, flags: dict[str, str], on_restart: str | None) -> tuple[dict[str, Any], list[str]]:
+def check_again(run: TrustedRun, flags: dict[str, str], on_restart: str | None) -> tuple[dict[str, Any], list[str]]:
     """Check a script that is started again. Returns fields of run.json, and a warning for each file that has changed.
 
     Args:
@@ -82,12 +82,12 @@ def check_again(run: Run, flags: dict[str, str], on_restart: str | None) -> tupl
     check_readable(path, f"{run.name} runs", "; put it back")
     record: dict[str, Any] = {"watch": dict(spec.watch) | watch}
     if on_restart is not None:
-        record["on_restart"] = script_command.split(on_restart)
-    return record, programs.SCRIPT.edited(spec, run.name)
+        record["on_restart"] = command.split(on_restart)
+    return record, command.edited(spec, run.name)
 
 
 def check_fork(
-    run: Run, step: int, *, arguments: list[str], on_restart: str | None, flags: dict[str, str]
+    own: TrustedRun, step: int, *, arguments: list[str], on_restart: str | None, flags: dict[str, str]
 ) -> tuple[dict[str, Any], dict[str, Path], list[str]]:
     """Check a new run that continues from a checkpoint of a session's run. Returns fields of run.json, what is copied
     into the run folder, and warnings.
@@ -102,16 +102,14 @@ def check_fork(
     """
     from ..checkpoint import manifest as manifests
 
-    changes, warnings = check_again(run, flags, on_restart)
-    script_command.check_arguments(arguments)
-    mine = owner.opened(run)
-    record: dict[str, Any] = {**mine.read()}
-    spec = spec_of(mine.read(), {})
+    changes, warnings = check_again(own, flags, on_restart)
+    command.check_arguments(arguments)
+    found, run = own.read(), own.by_path()
+    record, spec = dict[str, Any](found), spec_of(found, {})
     ancestor: dict[str, Any] = {"forked_from": spec.forked_from} if spec.forked_from else {}
     made = {name: record[name] for name in _OF_FORK if name in record} | changes | {
-        "script_arguments": script_command.merged(spec.script_arguments, arguments),
+        "script_arguments": command.merged(spec.script_arguments, arguments),
         "script_files": imports.of_script(Path(spec.script)), "step": step,
-        "versions": provenance.versions(seen_here()), "git_revision": provenance.git_revision(),
         "forked_from": {"run": run.name, "step": step} | ancestor,
     }  # fmt: skip
     if not step:
@@ -161,14 +159,14 @@ def _found(full: str, places: list[str] | None) -> ModuleSpec | None:
 
 def opens_session(file: Path) -> bool:
     """Whether the source of a script opens a session."""
-    text = script_command.source(file)
+    text = command.source(file)
     imports_it = re.search(rb"^\s*(import\s(.*,)?|from\s)\s*trainstation\b", text, re.MULTILINE)
     return imports_it is not None and re.search(rb"\bsession\(", text) is not None
 
 
 def _ports_in_use(files: Iterable[Path]) -> list[str]:
     """Return a warning if these files set MASTER_PORT to a port that is in use on this machine."""
-    for file, port in script_command.ports_set(files):
+    for file, port in command.ports_set(files):
         if not _is_free(port):
             used = f"{file.name} sets MASTER_PORT to {port}, which is in use on this machine"
             return [f"{used}; leave MASTER_PORT out there: the launcher sets a free one"]

@@ -12,8 +12,8 @@ from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
 from train.errors import Refused
-from train.run import figures
-from train.run.figures import EventReader, OutputReader
+from train.scripts import reader as reading
+from train.scripts.reader import EventReader, OutputReader
 
 NANOGPT = r"iter (?P<step>\d+): loss (?P<loss>\S+) time (?P<ms>\S+)ms"
 
@@ -30,11 +30,11 @@ NANOGPT = r"iter (?P<step>\d+): loss (?P<loss>\S+) time (?P<ms>\S+)ms"
 )
 def test_what_cannot_be_read_from_is_refused_in_one_line(text: str, words: str) -> None:
     with pytest.raises(Refused, match=words) as refused:
-        figures.check([NANOGPT, text])
+        reading.check([NANOGPT, text])
     assert "\n" not in str(refused.value)
 
 
-def read(path: Path, expression: str) -> tuple[list[figures.Line], str]:
+def read(path: Path, expression: str) -> tuple[list[reading.Line], str]:
     reader = OutputReader(path, expression)
     return [*reader.lines(is_last=True)], reader.problem
 
@@ -102,7 +102,7 @@ EPOCHS = r"Epoch: \[(?P<epoch>\d+)\]\s+\[\s*(?P<step>\d+)/(?P<total_steps>\d+)\]
 
 
 def test_steps_that_begin_anew_in_each_epoch_count_on_over_attempts_too(tmp_path: Path) -> None:
-    def write(attempt: int, *epochs: int) -> list[figures.Line]:
+    def write(attempt: int, *epochs: int) -> list[reading.Line]:
         log = tmp_path / f"{attempt}.log"
         lines = [
             f"\x1b[32mEpoch: [{epoch}]  [ {step}/6]  loss: \x1b[1m{step + 1}.5\x1b[0m"
@@ -112,7 +112,7 @@ def test_steps_that_begin_anew_in_each_epoch_count_on_over_attempts_too(tmp_path
         log.write_text("\n".join(lines) + "\n")
         return [*OutputReader(log, EPOCHS, before).lines(is_last=True)]
 
-    before: list[figures.Line] = []
+    before: list[reading.Line] = []
     before += write(1, 0, 1)
     assert [line["step"] for line in before] == [0, 2, 4, 6, 8, 10]
     assert before[4] == {"epoch": 1, "step": 8, "step_in_epoch": 2, "total_steps": None, "loss": 3.5}

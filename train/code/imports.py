@@ -26,11 +26,10 @@ from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from .run_folder import Run
-from .spec import Spec
+from ..run.ownership import MODULES
+from ..run.run_folder import Run
+from ..run.spec import Spec
 
-MODULES = "modules.zip"
-"""File in the run folder with the copies, under names by which Python finds modules. An entry's comment is its path."""
 _MOST = 500
 """Maximum number of files to copy of a library."""
 _LARGEST = 2**20
@@ -58,7 +57,10 @@ class Needed:
         return {"task_imports": copied, "task_watched": self.watched}
 
     def files(self) -> dict[str, bytes]:
-        """Return {MODULES: content}; {} if nothing is copied."""
+        """Return {MODULES: content}; {} if nothing is copied.
+
+        A zip file with names by which Python finds modules. The comment of an entry is the path of its original.
+        """
         if not self.copied:
             return {}
         packed = io.BytesIO()

@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from train.launcher import script
-from train.run import imports
-from train.supervise.programs import BEGINS_ANEW
+from train.code import imports
+from train.scripts import check
+from train.scripts.command import BEGINS_ANEW
 
 
 def warnings(path: Path, text: str, on_restart: str | None = "") -> list[str]:
     path.write_text(text)
-    return script.check(str(path), arguments=[], on_restart=on_restart, flags={})[1]
+    return check.check(str(path), arguments=[], on_restart=on_restart, flags={})[1]
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,9 @@ from pathlib import Path
 import pytest
 
 from tests.train.conftest import Station
-from train.run import copies, folders, imports, owner
+from train.code import copies, imports
+from train.run import folders
+from train.run.owner import TrustedRun
 from train.run.run_folder import Run
 from train.run.spec import read_spec, spec_of
 
@@ -156,7 +158,7 @@ def test_a_module_that_is_imported_late_is_the_one_of_the_launch(
     needed = imports.read(tmp_path / "task.py", tmp_path)
     record = needed.record() | {"task_source": str(tmp_path / "task.py")}
     made = folders.create(tmp_path / "runs", "a", files={**needed.files()}, record=record)
-    run = owner.opened(made)
+    run = TrustedRun(made)
     monkeypatch.setattr(sys, "meta_path", [*sys.meta_path])
     code = copies.of_run(run, read_spec(run))
     assert code == (tmp_path / "task.py", [tmp_path], False)

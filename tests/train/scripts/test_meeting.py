@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from train.run import states
-from train.supervise import meeting
+from train.scripts import meeting
 
 if TYPE_CHECKING:
     from conftest import Station

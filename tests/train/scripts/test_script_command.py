@@ -10,7 +10,7 @@ import pytest
 
 from train.errors import Refused
 from train.run import spec
-from train.supervise.script_command import Starts, merged, split
+from train.scripts.command import Starts, merged, split
 
 
 @pytest.mark.parametrize(

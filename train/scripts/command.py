@@ -5,7 +5,6 @@ Reads the file system for `{newest:GLOB}`, changes nothing, and imports no torch
 
 from __future__ import annotations
 
-import dataclasses
 import glob
 import os
 import re
@@ -13,6 +12,7 @@ import shlex
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
+from ..code import imports
 from ..errors import Refused
 from ..run.record import Attempt
 from ..run.run_folder import seconds_of
@@ -25,19 +25,9 @@ _PORT = re.compile(rb"""MASTER_PORT['"]?\s*(?:\]\s*=|:|=)\s*(?:str\()?['"]?(\d{2
 _NUMBER = re.compile(r"-\.?\d")
 _Stamp = tuple[int, str]
 
-
-@dataclasses.dataclass(frozen=True)
-class Start:
-    """How an attempt of a script starts."""
-
-    command: Sequence[str]
-    """What follows `python -u`."""
-    line: str = ""
-    """What to write at the head of rank 0's log; '': nothing."""
-    has_own_port: bool = False
-    """Whether the script's source sets MASTER_PORT, so that its ranks do not meet at the launcher's store."""
-    asks_rank: bool = False
-    """Whether the script's source asks which rank it is, so that ranks that do not meet may share the work."""
+BEGINS_ANEW = "begins at step 0, unless the script loads its own checkpoint"
+"""What a restart does without --on-restart and without a session."""
+SAY_HOW = "if it can continue: --on-restart 'ARGS' ('' if it does so by itself)"
 
 
 def split(text: str) -> list[str]:
@@ -136,6 +126,19 @@ class Starts:
             left_out.append(stamps[-1][1])
         self._given.add(whole[-1])
         return whole[-1][1]
+
+
+def edited(spec: Spec, name: str) -> list[str]:
+    """Return a warning if the script's files, which a start runs as they are now, have changed since the launch."""
+    changed = imports.changed(spec.script_files)
+    return [f"{changed} changed since {name} was launched; the new version runs"] if changed else []
+
+
+def healthy_minutes(spec: Spec) -> float:
+    """Return the minutes an attempt of a script must run to count as progress (watch.healthy_minutes)."""
+    from .. import config
+
+    return float(spec.watch.get("healthy_minutes") or config.Watch.healthy_minutes)
 
 
 def has_failed(attempts: Sequence[Attempt], seconds: float) -> bool:

@@ -1,6 +1,6 @@
 """Reads the figures of a script that writes no lines (--figures): from its output, or TensorBoard's files.
 
-    python -P …/train/module_runner.py train.run.figures RUN_FOLDER ATTEMPT PID_OF_THE_AGENT
+    python -P …/train/module_runner.py train.scripts.reader RUN_FOLDER ATTEMPT PID_OF_THE_AGENT
 
 It appends lines to metrics.jsonl while the attempt runs, and reads the rest when the agent closes its input. It is a
 separate process, because a regular expression may take for ever, and files of events may be large. Imports no torch.
@@ -23,14 +23,14 @@ from pathlib import Path
 from typing import Any, Protocol, cast
 
 from ..errors import Refused, one_line, shortened
+from ..run import metrics
+from ..run.log_limit import Place
+from ..run.metrics import Lines, metrics_text
+from ..run.progress_lines import Folding
+from ..run.run_folder import Run, seconds_of
+from ..run.spec import RUN, read_spec
 from ..signals import end_with_parent
-from . import metrics
 from .epoch_steps import EpochSteps
-from .log_limit import Place
-from .metrics import Lines, metrics_text
-from .progress_lines import Folding
-from .run_folder import Run, seconds_of
-from .spec import RUN, read_spec
 
 TENSORBOARD = "tensorboard:"
 """Prefix of --figures for a file or folder that TensorBoard's writer has written."""

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-IN_EPOCH = "step_in_epoch"
-"""Field of a line in metrics.jsonl: the step as the script has counted it, if that differs from `step`."""
+from ..run.metrics import IN_EPOCH
 
 
 class EpochSteps:

@@ -1,6 +1,6 @@
 """The figures of a script while it runs: follows the lines of metrics.jsonl, and notes the last ones in run.json.
 
-The script or its session writes these lines. With --figures a process of run/figures.py writes them, from the output
+The script or its session writes these lines. With --figures a process of reader.py writes them, from the output
 of rank 0 or from TensorBoard's files. That process may take any time and memory without harm to the agent.
 """
 
@@ -8,18 +8,17 @@ from __future__ import annotations
 
 import contextlib
 import os
-import subprocess
 import time
 from typing import Any
 
-from .. import module_runner
+from .. import helper
 from ..errors import Refused, shortened
-from ..gpus import VISIBLE
+from ..helper import Helper
 from ..run import metrics
-from ..run.figures import TENSORBOARD
 from ..run.metrics import Line
 from ..run.run_folder import Run
 from ..run.spec import Spec
+from .reader import TENSORBOARD
 
 _NOTE_EVERY = 1.0
 """Seconds between two notes in run.json, which is rewritten as a whole."""
@@ -43,14 +42,11 @@ class ScriptFigures:
         self._metrics: dict[str, float | None] = {}
         if record.get("figures_problem"):
             run.note(figures_problem="")
-        self._reader: subprocess.Popen[bytes] | None = None
+        arguments = str(run.path), str(attempt), str(os.getpid())
+        self._reader = Helper(lambda: helper.start("train.scripts.reader", *arguments))
         if spec.figures:
-            command = module_runner.command("train.run.figures", str(run.path), str(attempt), str(os.getpid()))
             with contextlib.suppress(OSError):
-                self._reader = subprocess.Popen(
-                    command, cwd="/", env={**os.environ, VISIBLE: ""}, start_new_session=True,
-                    stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-                )  # fmt: skip
+                self._reader.keep()
 
     @property
     def size(self) -> int:
@@ -96,16 +92,9 @@ class ScriptFigures:
 
     def close(self) -> None:
         """Read what is left at the end of the attempt."""
-        if self._reader is not None:
-            assert self._reader.stdin is not None
-            self._reader.stdin.close()
-            try:
-                self._reader.wait(_LAST)
-            except subprocess.TimeoutExpired:
-                self._reader.kill()
-                self._reader.wait()
-                remedy = "simplify the expression" if self._has_expression else "the last metrics are missing"
-                self._changes["figures_problem"] = f"--figures: it takes too long to read; {remedy}"
+        if not self._reader.end(_LAST):
+            remedy = "simplify the expression" if self._has_expression else "the last metrics are missing"
+            self._changes["figures_problem"] = f"--figures: it takes too long to read; {remedy}"
         self.look()
         if self._changes:
             self._note()

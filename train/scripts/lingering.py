@@ -38,7 +38,7 @@ class Lingering:
         tell: Shows a line to the user.
     """
 
-    def __init__(self, tell: Callable[[str], None]) -> None:
+    def __init__(self, tell: Callable[[str], object]) -> None:
         self._tell, self._is_told, self._look_at = tell, False, 0.0
         self._used: dict[int, int] = {}
         self._since: dict[int, float] = {}

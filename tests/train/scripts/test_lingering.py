@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.waiting import eventually
-from train.supervise import lingering
+from train.scripts import lingering
 
 THREAD = """
 import threading, time

@@ -14,7 +14,8 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from ..run.run_folder import Run
-from . import script_command, timeouts
+from ..supervise import timeouts
+from .command import source
 
 _LOOK_EVERY = 2.0
 _ASKS = re.compile(rb"\b((LOCAL|GROUP|GLOBAL|NODE|ROLE)_)?RANK\b|\b((LOCAL|GROUP|ROLE)_)?WORLD_SIZE\b")
@@ -23,7 +24,7 @@ _ASKS = re.compile(rb"\b((LOCAL|GROUP|GLOBAL|NODE|ROLE)_)?RANK\b|\b((LOCAL|GROUP
 
 def asks_rank(files: Iterable[Path]) -> bool:
     """Whether one of these sources asks which rank it is, or of how many."""
-    return any(_ASKS.search(script_command.source(file)) for file in files)
+    return any(_ASKS.search(source(file)) for file in files)
 
 
 class Meeting:

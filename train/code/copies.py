@@ -16,9 +16,11 @@ from pathlib import Path
 from types import CodeType
 from typing import Any, NamedTuple
 
-from . import imports, owner
-from .run_folder import Run
-from .spec import Spec
+from ..run.owner import TrustedRun
+from ..run.ownership import MODULES
+from ..run.run_folder import Run
+from ..run.spec import Spec
+from . import imports
 
 _LEVELS = 4
 """Number of folders, from the task's upwards, that the folder of copies links: `Path(__file__).parents[1] / "data"`."""
@@ -35,8 +37,16 @@ class Code(NamedTuple):
     """Whether the run's copies are among them."""
 
 
-def of_run(run: Run, spec: Spec) -> Code:
-    """Find the code of the task of an opened run.
+def tops(run: TrustedRun) -> set[str]:
+    """Return the top-level modules of which a run has copies."""
+    if not (run.folder / MODULES).is_file():
+        return set()
+    with zipfile.ZipFile(io.BytesIO(run.code(MODULES))) as kept:
+        return {imports.top(name) for name in kept.namelist() if name.endswith(".py")}
+
+
+def of_run(run: TrustedRun, spec: Spec) -> Code:
+    """Find the code of a run's task.
 
     Unchanged originals are used, because a package is more than its modules. `__file__` is that of the original even if
     other files have changed, so that files beside it and above are found.
@@ -44,15 +54,14 @@ def of_run(run: Run, spec: Spec) -> Code:
     source = Path(spec.task_source)
     beside = [source.parent] if source.parent.is_dir() else []
     differ = imports.differing(spec.task_imports)
-    has_copies = (run.folder / imports.MODULES).is_file()
+    has_copies = (run.folder / MODULES).is_file()
     if has_copies and not differ:
-        _hook(_Edited(owner.read(run, imports.MODULES)))
+        _hook(_Edited(run.code(MODULES)))
     if not has_copies or not differ:
         return Code(source if beside else run.path / "task.py", beside, False)
     own = _unpacked(run, source)
     if own.is_dir():
-        with zipfile.ZipFile(io.BytesIO(owner.read(run, imports.MODULES))) as kept:
-            _prefer(own, {imports.top(name) for name in kept.namelist() if name.endswith(".py")})
+        _prefer(own, tops(run))
     is_gone = not beside or any(not path.endswith(".py") for path in differ)
     return Code(own / source.name if is_gone else source, [own, *beside], True)
 
@@ -63,12 +72,12 @@ def clear(run: Run) -> None:
         shutil.rmtree(left, ignore_errors=True)
 
 
-def _unpacked(run: Run, source: Path) -> Path:
+def _unpacked(run: TrustedRun, source: Path) -> Path:
     """Return a folder with the run's copies, and with links to all other files beside the originals and above.
 
     The first rank creates it. If the run folder is not writable, returns the zip file itself.
     """
-    content = owner.read(run, imports.MODULES)
+    content = run.code(MODULES)
     name = f".code-{hashlib.sha256(content).hexdigest()[:8]}"
     inner = Path(*source.parent.parts[1:][-_LEVELS:])
     own = run.folder / name / inner
@@ -77,7 +86,7 @@ def _unpacked(run: Run, source: Path) -> Path:
             if not own.is_dir():
                 made = Path(tempfile.mkdtemp(prefix=".code.", dir=run.folder))
                 kept.extractall(made / inner)
-                (made / inner / source.name).write_bytes(owner.read(run, "task.py"))
+                (made / inner / source.name).write_bytes(run.code("task.py"))
                 try:
                     made.rename(run.folder / name)
                 except OSError:  # another rank was faster
@@ -91,9 +100,9 @@ def _unpacked(run: Run, source: Path) -> Path:
                 _link(folder, original)
         except OSError:
             if not own.is_dir():
-                return owner.place_to_import(run, imports.MODULES)
-    owner.check(run, name)
-    return owner.place_to_import(run, f"{name}/{inner}")
+                return run.place_to_import(MODULES)
+    run.check(name)
+    return run.place_to_import(f"{name}/{inner}")
 
 
 def _link(folder: Path, original: Path) -> None:

@@ -1,4 +1,4 @@
-"""What a task and a script answer, and that another program needs one class."""
+"""What a task and a script answer, and that another program needs a row and a class."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 
+from train import programs
 from train.errors import Refused
 from train.launcher import resumable, stopping
 from train.monitor.status import RunStatus
 from train.run import folders, spec, states
 from train.run.run_folder import Run
-from train.supervise import programs
+from train.scripts.command import BEGINS_ANEW
 from train.views import listing, report
 
 OF_TASK = {"task": "task.py", "task_source": "/home/ada/net.py", "max_restarts": 3}
@@ -37,12 +38,7 @@ def made(tmp_path: Path, **values: Any) -> Run:
         (lambda program, it: program.restarts(dataclasses.replace(it, max_restarts=None, on_restart=())), 3, 3),
         (lambda program, it: program.restarts(dataclasses.replace(it, max_restarts=0, on_restart=("-r",))), 0, 0),
         (lambda program, it: program.continues(it), True, False),
-        (lambda program, it: program.on_restart(it), "", programs.BEGINS_ANEW),
-        (
-            lambda program, it: program.on_restart(dataclasses.replace(it, on_restart=("--from", "a b"))),
-            "",
-            "--from 'a b'",
-        ),
+        (lambda program, it: program.on_restart(it), "", BEGINS_ANEW),
         (lambda program, it: program.keeper_tries(it), 3, 2),
         (lambda program, it: program.keeper_tries(dataclasses.replace(it, max_restarts=0)), 3, 0),
         (lambda program, it: program.first_step(7), 7, None),
@@ -64,11 +60,15 @@ def test_what_a_task_and_a_script_answer(ask: Any, of_task: Any, of_script: Any)
     assert (ask(programs.TASK, task), ask(programs.SCRIPT, script)) == (of_task, of_script)
 
 
+def test_show_says_how_a_script_is_restarted() -> None:
+    script, ways = spec_with(**OF_SCRIPT), (("--from", "a b"), (), None)
+    specs = [dataclasses.replace(script, on_restart=way) for way in ways]
+    assert [*map(programs.SCRIPT.on_restart, specs)] == ["--from 'a b'", "continues by itself", BEGINS_ANEW]
+    assert [*map(programs.SESSION.on_restart, specs)] == ["--from 'a b'", "", ""]
+
+
 class Sweep(programs.Script):
     """Starts other runs."""
-
-    name, default_restarts = "sweep", 5
-    lacks = {"eval": "which has no weights"}  # noqa: RUF012
 
     def source(self, spec: spec.Spec) -> str:
         return "sweep.toml"
@@ -80,8 +80,9 @@ class Sweep(programs.Script):
         return 1
 
 
-def test_another_program_needs_one_class(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(programs.PROGRAMS, "sweep", Sweep())  # type: ignore[arg-type]
+def test_another_program_needs_a_row_and_a_class(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    row = vars(programs.SCRIPT) | {"name": "sweep", "default_restarts": 5, "lacks": {"eval": "which has no weights"}}
+    monkeypatch.setitem(programs.PROGRAMS, "sweep", Sweep(**row))  # type: ignore[arg-type]
     monkeypatch.setattr(spec, "program_of", lambda record: "sweep" if "sweep" in record else spec.TASK)
     run = made(tmp_path, sweep="sweep.toml")
     run.begin_attempt(1, programs.of_record(run.read()).first_step(0))
