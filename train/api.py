@@ -22,11 +22,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from . import caches, cli, screen
-from .cluster import jobs
 from .commands import ls, parser
 from .commands.options import matching
 from .errors import Refused, nearest
-from .monitor.status import RunStatus, look, look_at
+from .monitor.status import RunStatus, find_best, here, look, look_at
 from .run import best, folders, metrics, run_folder
 from .run.owner import TrustedRun
 
@@ -210,8 +209,9 @@ class Run:
     @_refusing
     def best(self) -> dict[str, float]:
         """The best value of each metric of the evaluations, as `train ls --columns best.NAME` shows it."""
-        run = self._run()
-        return best.bests(run, bool(run.read().get("script")), [run.read_config()])
+        one = here(self._run())
+        find_best([one])
+        return {**one.best}
 
     @_refusing
     def to_pandas(self) -> pandas.DataFrame:
@@ -265,11 +265,10 @@ class Run:
         """
         from .views import cell, follow
 
-        record = self._look().record
-        run = self._run() if jobs.is_submitted(record) else self._run().held()  # it may be renamed meanwhile
-        view = cell.Cell(run) if cell.is_notebook() else follow.view_of(run, record)
+        one = follow.first_look(self._run())
+        view = cell.Cell(one) if cell.is_notebook() else follow.view_of(one)
         try:
-            return follow.watch(run, record, view, timeout=timeout)["state"]
+            return follow.watch(one, view, timeout=timeout).state
         except KeyboardInterrupt:
             raise Interrupted(f"{self.name} continues; to wait for it again: run.wait()") from None
         finally:
@@ -305,7 +304,7 @@ class Run:
             arguments: Other arguments for a script, as for `launch`.
             options: Flags of `train fork`: name="second", checkpoint="best", optim={"lr": 0.01}.
         """
-        is_script = bool(self._run().read().get("script"))
+        is_script = bool(here(self._run()).spec.script)
         asked = _options("fork", [self.name], {"runs": self.runs, **options}, arguments, is_script)
         return Run(self.runs, cli.carry_out("fork", asked, "start"))
 

@@ -168,10 +168,25 @@ OF_OTHERS = Cause(
 )
 """Words of torch about networks, devices and other processes. They count only in messages that torch has written."""
 
+UNUSED = Cause(
+    r"finished reduction in the prior iteration",
+    "ddp needs a gradient of every parameter in every step, but the last backward of a step gave a parameter none "
+    "({said})",
+    True,
+    "use find_unused_parameters=True (of a task: --parallel.find_unused_parameters true, also in a resume), remove "
+    "what the loss does not use, or give an activation checkpoint around it use_reentrant=False",
+)
+KILLED_WORKER = Cause(
+    r"DataLoader worker \(pid.*(killed by signal: Killed|exited unexpectedly)",
+    "a data worker that was killed, mostly for lack of memory",
+    checks=("memory", "shared memory"),
+)
+
 TABLE = (
     # the program, or a setting
     BATCH_NORM,
     DETERMINISM,
+    UNUSED,
     Cause(
         r"Expected to mark a variable ready only once",
         "{start}: ddp got one gradient twice in a backward pass",
@@ -255,11 +270,7 @@ TABLE = (
     Cause(
         r"exited unexpectedly with exit code \d", "an error of a data worker, which has printed it into the log"
     ),
-    Cause(
-        r"DataLoader worker \(pid.*(killed by signal: Killed|exited unexpectedly)",
-        "a data worker that was killed, mostly for lack of memory",
-        checks=("memory", "shared memory"),
-    ),
+    KILLED_WORKER,
     # GPUs
     Cause(
         r"driver version is insufficient|driver on your system is too old|driver too old|forward compatibility"

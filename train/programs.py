@@ -298,8 +298,7 @@ class Script(Program):
         exits = sorted(facts.exits.items())
         for rank, code in exits:
             if code == EXIT_REFUSED:  # as for wrong arguments
-                how = f"{_how(code)}, so it is not restarted{_said(facts, rank)}"
-                return Death(f"rank {rank} {how}; {_see(facts, rank)}", True, rank)
+                return _plain(facts, rank, ", so it is not restarted")
         for rank, code in exits:
             if code in _KILLED_FROM_OUTSIDE:
                 return Death(f"rank {rank} {_how(code)}", False, rank)
@@ -380,18 +379,17 @@ def _in_log(facts: Facts, rank: int) -> diagnose.Verdict | None:
     return diagnose.in_log(log, raised, facts.refused_at)
 
 
-def _plain(facts: Facts, rank: int) -> Death:
+def _plain(facts: Facts, rank: int, remark: str = "") -> Death:
+    """Return the death of a rank as its exit code and its log tell it.
+
+    Args:
+        remark: What follows from an exit code with which a restart would end again; '': the log decides.
+    """
     how = f" {_how(facts.exits[rank])}" if rank in facts.exits else ""
     found = _in_log(facts, rank)
-    recurs = found is not None and found.recurs
-    return Death(f"rank {rank}{how}{_said(facts, rank)}; {_see(facts, rank)}", recurs, rank)
-
-
-def _said(facts: Facts, rank: int) -> str:
-    """Return what the log of a rank says about its end, as the end of a sentence; '': nothing."""
-    found = _in_log(facts, rank)
     said = found.reason if found else last_words.raised(facts.logs.get(rank, ""))[:_LONGEST]
-    return said and f": {said}"
+    reason = ": ".join(filter(None, [f"rank {rank}{how}{remark}", said]))
+    return Death(f"{reason}; {_see(facts, rank)}", bool(remark) or (found is not None and found.recurs), rank)
 
 
 def _see(facts: Facts, rank: int) -> str:

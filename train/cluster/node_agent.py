@@ -156,13 +156,13 @@ def _held_by_other(run: Run, content: dict[str, Any]) -> str:
 
 def _launch(content: dict[str, Any], beside: Path, run: Run, cluster: dict[str, Any]) -> Launch | None:
     """Return what this node has to do; None: the run has finished."""
-    record = run.read() if (run.folder / "run.json").exists() else None
+    record = run.read_effective() if (run.folder / "run.json").exists() else None
     common: dict[str, Any] = {
         "runs": str(run.folder.parent), "name": run.name, "nproc": str(content["nproc"]), "cluster": cluster,
         "max_restarts": content["max_restarts"], "visible": os.environ.get(ranks_and_gpus.VISIBLE),
     }  # fmt: skip
     if record is not None and record["total_steps"] is not None:  # an agent has checked the request already
-        if resumable.nothing_left(run, content["changes"]):
+        if resumable.nothing_left(record, content["changes"]):
             return None
         return Resume(flags=content["changes"], **common)
     files = [str(beside / file) if file else None for file in (content["config_file"], content["task_copy"])]

@@ -100,7 +100,7 @@ def check(options: Namespace, request: Request, runs: Path) -> None:
     """Refuse options that exclude each other, and what can be found wrong without torch."""
     if sum(given is not None for given in (options.script, options.module, options.task)) != 1:
         way = "a TASK, or --script FILE or --module NAME with arguments after --"
-        raise Refused(f"give one of: {way}; see: train launch --help")
+        raise Refused(f"give one of: {way}; see: {' '.join(options.words[:2])} --help")
     from .. import programs
     from ..scripts import check, reader
 

@@ -20,7 +20,7 @@ from ..monitor.status import RunStatus, find_best, look_at
 from ..run import best, states
 from ..run.record import FORMAT, Record
 from ..run.run_folder import Run
-from ..views.listing import BEST, COLUMNS, LOSSES, listing, value
+from ..views.listing import BEST, COLUMNS, OWN, listing, value
 from .completion_values import words
 from .options import add_json, add_names, matching
 from .parser import Parser, number
@@ -59,9 +59,9 @@ def add_arguments(parser: Parser) -> None:
     text = f"Only runs in these states, with commas: {', '.join(states.ALL)}."
     add("--state", metavar="STATE", help=text, offer=words(*states.ALL))
     text = (
-        "Columns of the table, with commas: name, state, step, ranks, created, started, result, owner, args (of a "
-        "script), restarts, seconds_lost; config fields (optim.lr); metrics of the last evaluation (accuracy); their "
-        "best values (best.accuracy, best.min:wer)."
+        "Columns of the table, with commas: name, state, step, ranks, created, started, result, owner, user, machine, "
+        "gpus, waits_for, args (of a script), restarts, seconds_lost; config fields (optim.lr); metrics of the last "
+        "evaluation (accuracy); their best values (best.accuracy, best.min:wer)."
     )
     add("--columns", metavar="NAMES", help=text)
     text = (
@@ -129,7 +129,7 @@ def _launching(runs: Path, names: list[str]) -> dict[str, Record]:
 
 def _check_names(option: str, names: tuple[str, ...], found: list[RunStatus]) -> None:
     """Check that at least one of these runs has each column or order. Raises Refused."""
-    own = {*COLUMNS, *_ORDERS, *LOSSES, "loss", "owner", "args"}
+    own = {*COLUMNS, *_ORDERS, *OWN, "loss"}
     if not found or own.issuperset(names):
         return
     parts: Iterable[Any] = ((one.metrics, one.record.get("last_figures") or {}, one.config) for one in found)

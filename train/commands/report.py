@@ -25,14 +25,13 @@ def add_arguments(parser: Parser) -> None:
 
 def run(options: Namespace, runs: Path) -> int:
     """Print where the time went, or write the page."""
-    from ..monitor.status import RunStatus
+    from ..monitor.status import here
     from ..run import folders
     from ..views import report
 
     if options.json and options.to is not None:
         raise Refused("--json prints, but --to writes a page; give one of them")
-    run = folders.find(runs, options.name)
-    one = RunStatus(run, run.read_effective())
+    one = here(folders.find(runs, options.name))
     if options.to is not None:
         report.write(one, Path(options.to))
         screen.say(f"wrote {options.to}")

@@ -36,6 +36,7 @@ def add_arguments(parser: Parser) -> None:
 def run(options: Namespace, runs: Path) -> int:
     """Start the runs inside tmux and print their names; with --follow, show one run until it ends."""
     from ..launcher.resumable import is_resumable
+    from ..monitor.status import here
     from ..run import folders
 
     number("max-restarts", options.max_restarts)
@@ -52,7 +53,7 @@ def run(options: Namespace, runs: Path) -> int:
     code, found = EXIT_FINISHED, dict[str, bool | None]()
     for one in folders.every(runs):
         try:
-            found[one.name] = is_resumable(one)
+            found[one.name] = is_resumable(here(one).record)
         except Refused as error:
             screen.remark(f"skipped {one.name}: {error}")
             code = EXIT_REFUSED
@@ -81,14 +82,15 @@ def start(options: Namespace, runs: Path) -> Path | None:
     from ..cluster import jobs
     from ..launcher.launches import Resume
     from ..launcher.resumable import check_flags, nothing_left
+    from ..monitor.status import here
     from ..run import folders
 
     name = options.name
     runs = folders.of_this_machine(runs, name, number("node-rank", options.node_rank))
     run = folders.find_trusted(runs, name)
-    record = run.read()
-    check_flags(run, options.flags)
-    if jobs.is_submitted(record):
+    one = here(run)
+    check_flags(run, one.spec.config, options.flags)
+    if jobs.is_submitted(one.record):
         _check_submitted(options, name)
         said = jobs.resume(run.by_path(), options.flags)
         if not said:
@@ -96,10 +98,10 @@ def start(options: Namespace, runs: Path) -> Path | None:
             return None
         screen.remark(said)
         return runs
-    if said := nothing_left(run, options.flags):
+    if said := nothing_left(one.record, options.flags):
         screen.say(said)
         return None
-    before = record.get("cluster")
+    before = one.spec.cluster
     cluster = nodes_of(options, before)
     if before and before["node"] and cluster is not None and not cluster.get("node"):
         raise Refused(f"{name} has its checkpoints on node 0, but this is node {before['node']}; resume it on node 0")

@@ -24,19 +24,18 @@ def add_arguments(parser: Parser) -> None:
 
 def run(options: Namespace, runs: Path) -> int:
     """Stop the run, wait until it has ended, and print its state."""
-    from .. import programs
     from ..cluster import jobs
     from ..launcher import stopping, tmux
+    from ..monitor.status import here
     from ..run import folders
 
     if tmux.end_check(runs, options.name) and not folders.record_of(runs, options.name):
         screen.say(f"{options.name}: its launch was ended while it was being checked; there is nothing to resume")
         return EXIT_FINISHED
-    run = folders.find(runs, options.name)
-    record = run.read()
-    if jobs.is_submitted(record):
-        code, text = jobs.stop(run, options.now, screen.remark)
+    one = here(folders.find(runs, options.name))
+    if jobs.is_submitted(one.record):
+        code, text = jobs.stop(one.run, options.now, screen.remark)
     else:
-        code, text = stopping.stop(run, programs.of_record(record), now=options.now)
+        code, text = stopping.stop(one.run, one.program, now=options.now)
     screen.say(text)
     return code

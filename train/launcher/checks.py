@@ -46,7 +46,7 @@ from . import (
 )
 from .batches import check_ranks, cut_batch
 from .case import Case, Kind
-from .request import ALONE, Plan, Request, resolve, scratch_run_dir
+from .request import ALONE, Plan, Request, resolve, scratch_run_dir, set_by_user
 from .task_source import kept, of_task, unused_warning
 from .unused_fields import asked
 
@@ -85,7 +85,10 @@ def prepare(
     )  # fmt: skip
     chosen = [name for name in ("micro_batch_size", "cpu_threads") if getattr(config, name) in (None, "auto")]
     reasons = dict.fromkeys(("micro_batch_size_reason", "cpu_threads_reason", "precision_reason"), "")
-    case.record = {"cwd": os.getcwd(), "world_size": case.ranks, "chosen": chosen, "init": [], **reasons}
+    case.record = {
+        "cwd": os.getcwd(), "world_size": case.ranks, "chosen": chosen, "init": [], **reasons,
+        "set_by_user": set_by_user(request.flags, config_file=request.config_file),
+    }  # fmt: skip
     run(case)
     return case.to_plan()
 

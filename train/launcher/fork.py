@@ -22,7 +22,7 @@ from ..tasks import Task
 from ..tasks import load as load_task
 from . import checks
 from .case import Case, Kind, Past
-from .request import Plan, scratch_run_dir
+from .request import Plan, scratch_run_dir, set_by_user
 from .task_source import Source, of_task
 from .unused_fields import asked
 
@@ -54,6 +54,7 @@ def prepare_fork(own: TrustedRun, step: int, flags: dict[str, str], ranks: int, 
         record={"cwd": record.get("cwd"), "chosen": list(spec.chosen), "step": step}, warnings=warnings,
     )  # fmt: skip
     checks.run(case)
+    case.record["set_by_user"] = set_by_user(flags, before=spec.set_by_user)
     fork = {"run": run.name, "step": step, "task_sha256": spec.task_sha256, "edited": case.edited}
     case.record["forked_from"] = fork | ({"forked_from": spec.forked_from} if spec.forked_from else {})
     return case.to_plan()

@@ -166,11 +166,11 @@ def _look_after(run: Run, tell: _Log, ended: threading.Event, care: _Care) -> No
 
 
 def _resume_if_interrupted(run: Run, tell: _Log, ended: threading.Event) -> None:
-    record = run.read()
+    record = run.read_effective()
     # for a moment between its creation and its first attempt a run has no process
     is_stillborn = record["state"] == states.CREATED and not run.alive() and not resumable.is_kept_elsewhere(record)
     is_stillborn &= time.time() - (run.folder / "run.json").stat().st_mtime > 30
-    is_wanted = (run.was_started_here(record) or None) if is_stillborn else resumable.is_resumable(run)
+    is_wanted = (run.was_started_here(record) or None) if is_stillborn else resumable.is_resumable(record)
     program = programs.of_record(record)
     if is_wanted is None:
         tell(run, f"left alone, because it counts as a copy; to continue it: train resume {run.name}")

@@ -23,7 +23,7 @@ from ..run.record import Record
 from ..run.run_folder import Lock, Run
 from ..signals import KEEPER, USER
 from . import mirrored
-from .request import ALONE, Launch, OpenedRun, Plan, Request, numbers_of
+from .request import ALONE, Launch, OpenedRun, Plan, Request, numbers_of, set_by_user
 
 
 class _Launch(Launch):
@@ -226,7 +226,8 @@ class Resume(_Launch):
         config, warnings = prepare_resume(run, self.flags, ranks, nodes)
         files: dict[str, str | bytes] = {"config.toml": configuration.to_toml(config)} if self.flags else {}
         warnings = of_gloo + warnings
-        return Plan(files=files, record={"warnings": warnings}, warnings=warnings, ranks=ranks, visible=visible)
+        changes = {"warnings": warnings, "set_by_user": set_by_user(self.flags, before=record.get("set_by_user") or ())}
+        return Plan(files=files, record=changes, warnings=warnings, ranks=ranks, visible=visible)
 
     def open(self, environ: Mapping[str, str]) -> OpenedRun:
         from .create_run import reopen

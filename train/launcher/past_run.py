@@ -34,7 +34,7 @@ def check_data(case: Case) -> list[str]:
         case.copies[fingerprint.FACTS] = run.folder / fingerprint.FACTS
     if differs:
         init = f"start a new run with its weights: --init {run.name}"
-        before = run.read_config()
+        before = spec.config
         if config.data.seed != before.get("data.seed"):
             end = f"keep its split: --data.seed {before.get('data.seed')}"
             raise Refused(f"other data than those of {run.name} ({differs}), so {_TRAINED_ON}; {end}")

@@ -12,7 +12,7 @@ import os
 import socket
 import tempfile
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -47,6 +47,14 @@ class Request:
     flags: dict[str, str] = dataclasses.field(default_factory=dict)
     config_file: str | None = None
     copy: str | None = None
+
+
+def set_by_user(flags: Mapping[str, str], *, config_file: str | None = None, before: Iterable[str] = ()) -> list[str]:
+    """Return the names of the config fields that a user has set: by flags, by a file, or `before` for the same run."""
+    from .. import config as configuration
+
+    in_file = configuration.flatten(configuration.read_toml(Path(config_file))) if config_file is not None else {}
+    return sorted({*before, *in_file, *flags})
 
 
 @dataclasses.dataclass(kw_only=True)

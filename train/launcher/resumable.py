@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import shlex
 import socket
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 from .. import programs
 from ..errors import Refused
@@ -17,15 +18,14 @@ from ..run.run_folder import Run
 from ..run.spec import spec_of
 
 
-def is_resumable(run: Run) -> bool | None:
+def is_resumable(record: Record) -> bool | None:
     """Whether `train resume --all` and the keeper resume this run. They skip runs that a user stopped or that failed.
 
     None: they would resume it if it had been started on this station.
 
-    Raises:
-        Refused: the record cannot be read.
+    Args:
+        record: run.json with the effective state.
     """
-    record = run.read_effective()
     if is_kept_elsewhere(record):
         return False
     if record["state"] == states.COPY:
@@ -40,12 +40,16 @@ def is_kept_elsewhere(record: Record) -> bool:
     return bool(record.get("submitted") or record.get("submission") or is_elsewhere)
 
 
-def check_flags(run: Run, flags: dict[str, str]) -> None:
-    """Raise Refused if a resume may not change fields to these values, as far as is known without the task."""
+def check_flags(run: Run, config_now: Mapping[str, Any], flags: dict[str, str]) -> None:
+    """Raise Refused if a resume may not change fields to these values, as far as is known without the task.
+
+    Args:
+        config_now: The run's fields and their values.
+    """
     from .. import config
     from ..config.resolve import check_changes
 
-    before, given = run.read_config(), config.check_flags(flags)
+    before, given = dict(config_now), config.check_flags(flags)
     # a field that is missing in the file may have its default or be none
     after = before | {name: value for name, value in given.items() if name in before}
     check_changes(before, after, what=f"cannot change {run.name}", way=fork_of(run, flags))
@@ -57,20 +61,23 @@ def fork_of(run: Run, flags: dict[str, str]) -> str:
     return f"continue in a new run: train fork {run.name} --name NEW {typed}"
 
 
-def nothing_left(run: Run, flags: dict[str, str]) -> str:
+def nothing_left(record: Record, flags: dict[str, str]) -> str:
     """Return what to print instead of resuming a finished run; '' if the run is not finished or gets more to do.
+
+    Args:
+        record: run.json with the effective state.
 
     Raises:
         Refused: the run is running.
     """
-    if run.state() == states.RUNNING:
-        raise Refused(f"{run.name} is running; see: train show {run.name}")
-    if run.state() != states.FINISHED or gives_more(flags):
+    name = record["name"]
+    if record["state"] == states.RUNNING:
+        raise Refused(f"{name} is running; see: train show {name}")
+    if record["state"] != states.FINISHED or gives_more(flags):
         return ""
-    record = run.read()
     why = f" ({record['reason']})" if record.get("reason") else ""
-    more = programs.of_record(record).train_more(run.name, record.get("reason") or "")
-    return f"{run.name} has already finished{why}{f'; to train longer: {more}' if more else ''}"
+    more = programs.of_record(record).train_more(name, record.get("reason") or "")
+    return f"{name} has already finished{why}{f'; to train longer: {more}' if more else ''}"
 
 
 def gives_more(flags: Iterable[str]) -> bool:

@@ -51,7 +51,7 @@ FIGURES: dict[str, tuple[Sequence[str], str]] = {
     "train_runs_left_out": ((), "Runs without further metrics, because they ended before the most recent ones"),
     "train_runs_disk_free_bytes": ((), "Free space on the disk with the runs, for ordinary users"),
     "train_runs_disk_size_bytes": ((), "Size of the disk with the runs"),
-    "train_run_info": ((*RUN, "task", "device"), "Always 1; the task and the device of the run"),
+    "train_run_info": ((*RUN, "task", "device", "user", "gpus"), "Always 1; what the run trains, where, and for whom"),
     "train_run_state": ((*RUN, "state"), "1 for the state of the run, 0 for the others"),
     "train_run_phase": ((*RUN, "phase"), "1 for what the run does during an attempt, 0 for the others"),
     "train_run_step": (RUN, "Last finished step, counted from 1; falls when a run continues from a checkpoint"),
@@ -208,7 +208,8 @@ class Collector(prometheus_client.registry.Collector):
     def _add_run(self, figures: Figures, one: RunStatus, taken: dict[int, float]) -> None:
         name, record = one.name, one.record
         label = one.program.label(spec_of(record, {}))
-        figures.add("train_run_info", 1, name, label[:64], (record.get("device") or "")[:16])
+        device, gpus = (record.get("device") or "")[:16], ",".join(one.gpus)[:256]
+        figures.add("train_run_info", 1, name, label[:64], device, one.user[:64], gpus)
         figures.one_of("train_run_state", one.state, states.ALL, name)
         figures.add("train_run_epoch", record["epoch"], name)
         figures.add("train_run_ranks", record["world_size"], name)

@@ -95,6 +95,25 @@ class RunStatus:
         """The owner, if that is another user; else ''."""
         return self._known.get("owner") or ""
 
+    @property
+    def user(self) -> str:
+        """The user that created it; '' if unknown."""
+        return self.record.get("user") or ""
+
+    @property
+    def machine(self) -> str:
+        """The name of the machine on which it runs or has run last; '' if it was never started."""
+        return self.record.get("host") or ""
+
+    @property
+    def gpus(self) -> list[str]:
+        """The numbers or UUIDs of the GPUs that its ranks on one machine see; []: they use none, or it is unknown."""
+        record = self.record
+        names = [] if record.get("device") == "cpu" else str(record.get("gpus") or "").replace(" ", "").split(",")
+        found = list(filter(None, names))
+        in_order = range(min(record["world_size"] or 1, MOST_RANKS)) if record.get("device") == "cuda" else ()
+        return found or [str(number) for number in in_order]
+
     @functools.cached_property
     def spec(self) -> Spec:
         return spec_of(self.record, {} if self.state == states.OTHER_FORMAT else self.run.read_config())
@@ -124,6 +143,11 @@ class RunStatus:
     def reason(self) -> str:
         """Why it is in this state, as a line; '' if there is nothing to say."""
         return self._known.get("reason") or ""
+
+    @property
+    def waits_for(self) -> str:
+        """What it waits for before it can train, as a line: other machines, or its engine; '' if nothing is known."""
+        return self.reason if self.is_alive and not self.is_at_work else ""
 
     @property
     def is_alive(self) -> bool:
@@ -329,6 +353,11 @@ def find_best(found: Iterable[RunStatus], texts: Iterable[str] = ()) -> None:
     configs = [one.config for one in found]
     for one in found:
         one.best = best.bests(one.run, bool(one.record.get("script")), [one.config, *configs], texts=texts)
+
+
+def here(run: Run, of_any_format: bool = False) -> RunStatus:
+    """Return how a run stands by its folder alone. Arguments and errors as in `Run.read`."""
+    return RunStatus(run, run.read_effective(of_any_format))
 
 
 def look(run: Run, tell: jobs.Tell) -> RunStatus:

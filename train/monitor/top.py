@@ -17,7 +17,7 @@ from ..format import figure
 from ..gpus import Gpus, GpuState, process_of
 from ..run import states
 from .runs import Runs
-from .status import MOST_RANKS, Rank, RunStatus, doing
+from .status import Rank, RunStatus, doing
 
 _NONE = "-"
 _WAITING = (states.CREATED, states.QUEUED, states.INTERRUPTED, states.COPY)
@@ -93,7 +93,7 @@ class Page:
 
     def _ranks(self, one: RunStatus) -> list[str]:
         """Return one line per rank of the current attempt: what it does, and what it uses."""
-        names, lines = _gpus_of_ranks(one), []
+        names, lines = one.gpus, []
         for place, rank in enumerate(one.ranks):  # index on this machine
             what = f"{doing([rank]):<10} step {rank.beat.step:<8}" if rank.beat else f"{one.program.unseen:<24}"
             card = _named(names[place], self._cards) if place < len(names) else None
@@ -121,12 +121,6 @@ def _is_explained(one: RunStatus) -> bool:
     """Whether to show the reason: why a run ended, or the state of a submitted run whose ranks are not visible."""
     unseen = one.is_alive and jobs.is_submitted(one.record) and not one.record["attempts"]
     return bool(one.reason) and (unseen or one.state in (states.FAILED, states.INTERRUPTED, states.COPY))
-
-
-def _gpus_of_ranks(one: RunStatus) -> list[str]:
-    """Return the number or UUID of the GPU of each rank on this machine."""
-    names = str(one.record.get("gpus") or "").replace(" ", "").split(",")
-    return list(filter(None, names)) or [str(n) for n in range(min(one.record["world_size"] or 1, MOST_RANKS))]
 
 
 def _named(name: str, cards: list[GpuState]) -> GpuState | None:

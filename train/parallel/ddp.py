@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from .. import causes
 from ..errors import TrainingFailed
 from .strategy import STEP_STATS, Strategy
 from .torch_private import after_gradients
@@ -66,7 +67,7 @@ class DDPModule(DistributedDataParallel):
         try:
             return super().forward(*inputs, **kwargs)
         except RuntimeError as error:
-            if "finished reduction in the prior iteration" not in str(error):
+            if not causes.UNUSED.matches(str(error)):
                 raise
             places = re.search(r"did not receive grad for rank \d+: ([\d ]+)", str(error))
             parameters = self.module.named_parameters()  # ddp numbers those that it reduces
@@ -78,8 +79,7 @@ def _unused(names: list[str]) -> TrainingFailed:
     found = f"{', '.join(names[:3])}{' and others' if len(names) > 3 else ''}" if names else "a parameter"
     return TrainingFailed(
         "ddp needs a gradient of every parameter in every step, but the last backward of a step gave "
-        f"{found} none; use --parallel.find_unused_parameters true (a resume may), remove what the loss "
-        "does not use, or give an activation checkpoint around it use_reentrant=False"
+        f"{found} none; {causes.UNUSED.remedy}"
     )
 
 

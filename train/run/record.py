@@ -142,6 +142,8 @@ class Record(TypedDict):
     """Maps files that the task needs and that are not copied to their digests."""
     chosen: NotRequired[list[str]]
     """Fields whose values were chosen automatically at launch."""
+    set_by_user: NotRequired[list[str]]
+    """Fields that the user has set by a flag or a file, for this run or for the one that was forked."""
     precision_reason: NotRequired[str]
     """Which precision was chosen automatically, and why, as a line; '' if the user has chosen one, and on a CPU."""
     total_steps: NotRequired[int | None]

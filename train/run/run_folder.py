@@ -117,19 +117,20 @@ class Run:
         Raises:
             Refused: it is missing or damaged, or another version of train has written it.
         """
-        path = self.folder / "run.json"
         try:
-            content = {**json.loads(durable.read_bytes(path)), "name": self.name}
+            content = {**json.loads(durable.read_bytes(self.folder / "run.json")), "name": self.name}
             if why := other_format(content, self.name):
                 if not of_any_format:
                     raise Refused(f"{why}, or remove it: train rm {self.name}")
                 return shown(content, states.OTHER_FORMAT, why)
             return checked(content)
         except OSError as error:
-            raise Refused(f"cannot read {path} ({error.strerror}); check that {self.folder} is a run folder") from None
+            problem = f"cannot read {self.path / 'run.json'} ({error.strerror})"
+            raise Refused(f"{problem}; check that {self.path} is a run folder") from None
         except (ValueError, TypeError, RecursionError) as error:
             why = f" ({error})" if type(error) is ValueError else ""
-            raise Refused(f"{path} is damaged{why}; repair it, or remove the run: train rm {self.name}") from None
+            problem = f"{self.path / 'run.json'} is damaged{why}"
+            raise Refused(f"{problem}; repair it, or remove the run: train rm {self.name}") from None
 
     def read_config(self) -> dict[str, Any]:
         """Return the fields of config.toml by their dotted names; {} if it is missing (a script) or unreadable."""
@@ -219,7 +220,7 @@ class Run:
         try:
             fd = os.open(self.folder / "handing", os.O_RDWR | os.O_CREAT, 0o644)
         except OSError as error:
-            raise Refused(f"cannot write in {self.folder}: {error.strerror}") from None
+            raise Refused(f"cannot write in {self.path}: {error.strerror}") from None
         try:
             durable.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB, self.folder)
             yield

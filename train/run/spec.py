@@ -81,6 +81,8 @@ class Spec:
     """Lines about the initial weights and what did not fit; (): those of model()."""
     chosen: tuple[str, ...]
     """Fields whose values were chosen automatically at launch."""
+    set_by_user: tuple[str, ...]
+    """Fields that the user has set by a flag or a file, at the launch or a resume, for this run or the forked one."""
     reasons: Mapping[str, str]
     """Maps fields that were chosen automatically to why they have their value, as a line."""
     samples: int | None
@@ -174,6 +176,7 @@ def spec_of(record: Record, config: Mapping[str, Any]) -> Spec:
         forked_from=record.get("forked_from") or None,
         init=tuple(record.get("init") or ()),
         chosen=tuple(record.get("chosen") or ()),
+        set_by_user=tuple(record.get("set_by_user") or ()),
         reasons={
             name.removesuffix(_REASON): str(text) for name, text in record.items() if name.endswith(_REASON) and text
         },

@@ -18,8 +18,6 @@ from ..run.outcome import Kind, Outcome, first_fault
 
 _LONGEST_WAIT = 30.0
 """Maximum number of seconds before a restart of a run for which the machine was too busy."""
-_KILLED = ("killed by signal: Killed", "exited unexpectedly")
-"""Parts of torch's messages about a data worker that is gone."""
 
 CODES = {
     states.FINISHED: EXIT_FINISHED,
@@ -329,7 +327,7 @@ def _of_memory(facts: Facts) -> Death | None:
     if not facts.killed_at or facts.hang:
         return None
     killed = [rank for rank, code in sorted(facts.exits.items()) if code == -signal.SIGKILL]
-    lost = [rank for rank in facts.exits if any(word in facts.logs.get(rank, "")[-4000:] for word in _KILLED)]
+    lost = [rank for rank in facts.exits if causes.KILLED_WORKER.matches(facts.logs.get(rank, "")[-4000:])]
     for ranks, whose in ((killed, "rank"), (lost, "a process of rank")):
         if ranks:
             reason = f"out of memory: {whose} {ranks[0]} was killed at {facts.killed_at}; {causes.MEMORY.remedy}"

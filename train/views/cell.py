@@ -15,7 +15,6 @@ from ..format import duration, figure
 from ..monitor.status import RunStatus
 from ..run import metrics, states
 from ..run.record import Record
-from ..run.run_folder import Run
 
 _EVERY = 1.0
 """Seconds between two drawings."""
@@ -37,31 +36,31 @@ def is_notebook() -> bool:
 class Cell:
     """Shows a run in the output of a cell. Has the methods of LiveView."""
 
-    def __init__(self, run: Run) -> None:
-        self._run = run.held()  # the run may be renamed in the meantime
+    def __init__(self, one: RunStatus) -> None:
+        self._one = one
         self._handle: Any = None
         self._lines: list[str] = []
         self._drawn = -1e9
 
     def update(self, record: Record) -> None:
         """Show the record's progress, at most once a second."""
-        if time.monotonic() - self._drawn < _EVERY:
-            return
-        self._draw(record)
+        self._one = RunStatus(self._one.run, record)
+        if time.monotonic() - self._drawn >= _EVERY:
+            self._draw()
 
     def say(self, text: str) -> None:
         """Show a line below the run, until the next one."""
         self._lines = [text]
 
     def close(self) -> None:
-        """Show how the run stands at the end of the waiting."""
-        self._draw(self._run.read_effective())
+        """Show how the run stood at the last update."""
+        self._draw()
 
-    def _draw(self, record: Record) -> None:
+    def _draw(self) -> None:
         from IPython.display import HTML, display
 
         self._drawn = time.monotonic()
-        drawn = HTML(html(RunStatus(self._run, record), self._lines))
+        drawn = HTML(html(self._one, self._lines))
         if self._handle is None:
             self._handle = display(drawn, display_id=True)
         else:

@@ -11,15 +11,15 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
-from .. import programs, screen
+from .. import screen
 from ..cluster import jobs
 from ..errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_REFUSED
 from ..format import figures
 from ..launcher.live_view import LiveView
+from ..monitor.status import RunStatus, here
 from ..run import states
 from ..run.record import Record
 from ..run.run_folder import Run
-from ..run.spec import spec_of
 from ..supervise.decide import CODES
 from .listing import with_reason
 
@@ -35,16 +35,14 @@ def follow(run: Run, rank: int = 0) -> int:
     For a task, show a progress bar and the evaluations; for a script or a run on a cluster, the log of a rank. A run
     that its engine queues again has not ended. Ctrl-C ends only the following.
     """
-    record = run.read_effective()
-    if not jobs.is_submitted(record):
-        run = run.held()  # the run may be renamed in the meantime
-    view = view_of(run, record)
+    one = first_look(run)
+    view = view_of(one)
     try:
-        record = watch(run, record, view, rank=rank)
+        one = watch(one, view, rank=rank)
     except KeyboardInterrupt:
-        return _leave_alone(run, view)
+        return _leave_alone(one.run, view)
     view.close()
-    return _tell_end(run, record)
+    return _tell_end(one)
 
 
 class View(Protocol):
@@ -54,55 +52,61 @@ class View(Protocol):
     def say(self, text: str) -> None: ...
 
 
-def view_of(run: Run, record: Record) -> LiveView:
+def first_look(run: Run) -> RunStatus:
+    """Return how a run stands, for `watch`. Its folder stays open, because it may be renamed in the meantime."""
+    one = here(run)
+    return one if jobs.is_submitted(one.record) else RunStatus(run.held(), one.record)
+
+
+def view_of(one: RunStatus) -> LiveView:
     """Return the view of a run in a terminal."""
-    is_job = jobs.is_submitted(record)
-    shows_log = is_job or programs.of_record(record).shows_log
-    return LiveView(run, sys.stdout if is_job else sys.stderr, show_log=shows_log)
+    is_job = jobs.is_submitted(one.record)
+    return LiveView(one.run, sys.stdout if is_job else sys.stderr, show_log=is_job or one.program.shows_log)
 
 
-def watch(run: Run, record: Record, view: View, *, rank: int = 0, timeout: float = math.inf) -> Record:
-    """Show a run until it ends. Return its last record, with the effective state.
+def watch(one: RunStatus, view: View, *, rank: int = 0, timeout: float = math.inf) -> RunStatus:
+    """Show a run until it ends. Return how it stands then.
 
     Args:
         rank: the rank whose log a cluster shows.
         timeout: seconds after which to return although the run has not ended.
     """
     until = time.monotonic() + timeout
-    return _watch_job(run, record, view, rank, until) if jobs.is_submitted(record) else _watch(run, record, view, until)
+    return _watch_job(one, view, rank, until) if jobs.is_submitted(one.record) else _watch(one, view, until)
 
 
-def _watch(run: Run, record: Record, view: View, until: float) -> Record:
-    """Show a run of this station until it ends. Return its final record."""
+def _watch(one: RunStatus, view: View, until: float) -> RunStatus:
+    """Show a run of this station until it ends. Return how it stands then."""
     show_change = _Changes(view.say)
-    while record["state"] in (states.RUNNING, states.CREATED):
+    while one.state in (states.RUNNING, states.CREATED):
         if time.monotonic() > until:
-            return record
-        view.update(record)
-        if record.get("reason"):  # a running run with a reason waits for other machines
-            show_change(record["reason"])
+            return one
+        view.update(one.record)
+        if one.reason:  # a running run with a reason waits for other machines
+            show_change(one.reason)
         time.sleep(_LOOK_EVERY)
-        record = run.read_effective()
-    _wait_until_dead(run)
-    record = run.read_effective()
-    view.update(record)
-    return record
+        one = here(one.run)
+    _wait_until_dead(one.run)
+    one = here(one.run)
+    view.update(one.record)
+    return one
 
 
-def _watch_job(run: Run, record: Record, view: View, rank: int, until: float) -> Record:
-    """Show a submitted run until it has ended. Return its final record."""
-    engine = jobs.engine_of(record)
-    is_elsewhere, since = engine.logs(record, rank) is not None, ""
+def _watch_job(one: RunStatus, view: View, rank: int, until: float) -> RunStatus:
+    """Show a submitted run until it has ended. Return how it stands then."""
+    run, engine = one.run, jobs.engine_of(one.record)
+    is_elsewhere, since = engine.logs(one.record, rank) is not None, ""
     show_change = _Changes(screen.remark)
     while True:
         record, is_over = jobs.poll(run, show_change)
+        one = RunStatus(run, record)
         if not is_over:
-            attempts = record.get("attempts") or []
-            which = f", attempt {len(attempts)}" if record["state"] == states.RUNNING and len(attempts) > 1 else ""
-            show_change(f"{run.name} is {with_reason(record['state'] + which, record.get('reason'))}")
+            count = len(record["attempts"])
+            which = f", attempt {count}" if one.state == states.RUNNING and count > 1 else ""
+            show_change(f"{run.name} is {with_reason(one.state + which, one.reason)}")
         if not is_elsewhere:
-            view.update(record)
-        elif record["state"] == states.RUNNING or (is_over and not since):
+            view.update(one.record)
+        elif one.state == states.RUNNING or (is_over and not since):
             command = engine.logs(record, rank, since)
             assert command is not None
             # ends with the pods; while they do not exist yet the command fails, and is repeated
@@ -111,7 +115,7 @@ def _watch_job(run: Run, record: Record, view: View, rank: int, until: float) ->
         if is_over:
             _wait_until_dead(run)
         if is_over or time.monotonic() > until:
-            return record
+            return one
         time.sleep(_LOOK_EVERY if run.alive() else _ASK_EVERY)
 
 
@@ -143,26 +147,22 @@ def _leave_alone(run: Run, view: LiveView) -> int:
     return EXIT_INTERRUPTED
 
 
-def _tell_end(run: Run, record: Record) -> int:
-    """Print how a run ended. Return the exit code for its end.
-
-    Args:
-        record: run.json with the effective state.
-    """
-    state, step = record["state"], record.get("step", 0)
-    reason = f": {record['reason']}" if record.get("reason") else ""
-    why = f" ({record['reason']})" if record.get("reason") else ""
+def _tell_end(one: RunStatus) -> int:
+    """Print how a run ended. Return the exit code for its end."""
+    name, state, step, record = one.name, one.state, one.record["step"], one.record
+    reason = f": {one.reason}" if one.reason else ""
+    why = f" ({one.reason})" if one.reason else ""
     results = figures(record.get("metrics") or {})
-    then = programs.of_record(record).after_stop(spec_of(record, {}), run.name)
+    then = one.program.after_stop(one.spec, name)
     last = {
-        states.FINISHED: f"{run.name} finished after {step} steps{why}  {results}".rstrip(),
-        states.STOPPED: f"{run.name} {record['reason'] or 'stopped'}; {then}",
-        states.FAILED: f"{run.name} failed{reason}",
-        states.INTERRUPTED: f"{run.name} was interrupted{reason}",
-        states.COPY: f"{run.name} was interrupted{reason}",
-    }.get(state, f"{run.name} is {state}")
-    if not record.get("total_steps") and not step and state == states.FINISHED:  # its steps are unknown
-        last = f"{run.name} finished{why}"
+        states.FINISHED: f"{name} finished after {step} steps{why}  {results}".rstrip(),
+        states.STOPPED: f"{name} {one.reason or 'stopped'}; {then}",
+        states.FAILED: f"{name} failed{reason}",
+        states.INTERRUPTED: f"{name} was interrupted{reason}",
+        states.COPY: f"{name} was interrupted{reason}",
+    }.get(state, f"{name} is {state}")
+    if not one.total and not step and state == states.FINISHED:  # its steps are unknown
+        last = f"{name} finished{why}"
     if state == states.FAILED and record["attempts"]:
         for text in record["attempts"][-1].get("last_lines") or ():
             screen.say(f"  | {text}")

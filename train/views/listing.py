@@ -25,12 +25,14 @@ BEST = "best."
 """Prefix of the columns with the best value of a metric."""
 LOSSES = ("restarts", "seconds_lost")
 """Columns that `train ls` adds if a run of the list was restarted."""
-_OWN: Mapping[str, Callable[[RunStatus], Any]] = {
+OWN: Mapping[str, Callable[[RunStatus], Any]] = {
     "name": lambda one: one.name, "state": lambda one: one.state, "owner": lambda one: one.owner or None,
     "created": lambda one: one.record.get("created"), "started": lambda one: one.record.get("started"),
     "step": lambda one: one.step if one.total else one.step or None, "ranks": lambda one: one.record.get("world_size"),
     "args": lambda one: one.arguments or None, "restarts": lambda one: one.restarts,
-    "seconds_lost": lambda one: one.seconds_lost,
+    "seconds_lost": lambda one: one.seconds_lost, "user": lambda one: one.user or None,
+    "machine": lambda one: one.machine or None, "gpus": lambda one: ",".join(one.gpus) or None,
+    "waits_for": lambda one: one.waits_for or None,
 }  # fmt: skip
 """Maps columns that are no metric and no field to their values."""
 
@@ -64,8 +66,8 @@ def value(one: RunStatus, name: str, text: Callable[[float], str] = figure) -> A
     Args:
         text: formats the metrics of `result`.
     """
-    if name in _OWN:
-        return _OWN[name](one)
+    if name in OWN:
+        return OWN[name](one)
     if name == "result":
         return figures(one.result, text) or None
     parts = (
@@ -100,6 +102,8 @@ def listing(found: list[RunStatus], *, runs: Path, is_part: bool = False, column
 
 def facts(one: RunStatus) -> list[tuple[str, Any]]:
     """Return the facts about a run, each as a label and a value, which may be empty."""
+    from . import settings  # it imports pydantic, which train ls does not need
+
     run, record, spec, program = one.run, one.record, one.spec, one.program
     submitted: Any = record.get("submitted") or {}
     sent, found, top = record.get("wandb") or {}, best(run, spec.best_by), ""
@@ -113,6 +117,7 @@ def facts(one: RunStatus) -> list[tuple[str, Any]]:
         (program.name, program.source(spec)),
         ("arguments", one.arguments),
         ("command", record.get("command_line")),
+        ("set", settings.as_flags(spec)),
         ("on restart", program.on_restart(spec)),
         ("step", _place(one)),
         ("result", figures(one.result)),
@@ -122,8 +127,9 @@ def facts(one: RunStatus) -> list[tuple[str, Any]]:
         ("order", f"{spec.sampler}() of the task, {spec.samples} samples per epoch" if spec.sampler else None),
         ("ranks", record.get("world_size")),
         ("warning", record.get("unmet")),
-        ("machine", record.get("host")),
-        ("user", record.get("user")),
+        ("gpus", ",".join(one.gpus)),
+        ("machine", one.machine),
+        ("user", one.user),
         ("image", record.get("image")),
         ("created", record.get("created")),
         ("ended", record.get("ended")),

@@ -12,6 +12,7 @@ from ..cluster import jobs
 from ..cluster.engine import call
 from ..errors import EXIT_FINISHED, Refused
 from ..launcher.live_view import LogTail
+from ..monitor.status import here
 from ..run import states
 from ..run.progress_lines import EVERY
 from ..run.run_folder import Run
@@ -36,7 +37,7 @@ def print_log(run: Run, *, rank: int, attempt: int | None, go_on: bool, stream: 
     Raises:
         Refused: the run has no such attempt or rank.
     """
-    record, stream = run.read(of_any_format=True), stream or sys.stdout
+    record, stream = here(run, of_any_format=True).record, stream or sys.stdout
     if not jobs.is_submitted(record):
         return _print_files(run, rank, attempt, go_on, stream)
     command = jobs.engine_of(record).logs(record, rank)
@@ -63,7 +64,7 @@ def _print_files(run: Run, rank: int, attempt: int | None, go_on: bool, stream: 
     """Print the output of a rank whose logs are in this run folder; arguments as in `print_log`."""
     if not _last(run):
         if not go_on:
-            why = f" ({reason})" if (reason := run.read(of_any_format=True).get("reason")) else ""
+            why = f" ({reason})" if (reason := here(run, of_any_format=True).reason) else ""
             raise Refused(f"{run.name} has not started yet{why}; wait for it: train logs {run.name} --follow")
         while not _last(run) and run.alive():
             time.sleep(0.1)
@@ -88,9 +89,9 @@ def _print_files(run: Run, rank: int, attempt: int | None, go_on: bool, stream: 
 
 def _last(run: Run) -> int:
     """Return the number of the last attempt; 0: there was none."""
-    record = run.read(of_any_format=True)
-    if record["state"] != states.OTHER_FORMAT:
-        return len(record["attempts"])
+    one = here(run, of_any_format=True)
+    if one.state != states.OTHER_FORMAT:
+        return len(one.record["attempts"])
     found = [path.name.rpartition("-")[2] for path in run.folder.glob("logs/attempt-*")]
     return max((int(number) for number in found if number.isascii() and number.isdigit()), default=0)
 

@@ -10,12 +10,12 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .. import programs, screen
+from .. import screen
 from ..errors import Refused, shortened
+from ..monitor.status import here
 from ..run import metrics
 from ..run.durable import check_target, published
 from ..run.run_folder import Run
-from ..run.spec import spec_of
 from . import settings
 
 if TYPE_CHECKING:
@@ -180,18 +180,17 @@ def picture(runs: list[Run]) -> tuple[Any, list[str]]:
     Raises:
         Refused: no run has metrics yet.
     """
-    records = [run.read() for run in runs]
-    specs = [spec_of(record, run.read_config()) for run, record in zip(runs, records, strict=True)]
-    own = settings.differing([(spec, record.get("world_size")) for spec, record in zip(specs, records, strict=True)])
-    advice = [record.get("data_wait") or "" for record in records]
+    found = [here(run) for run in runs]
+    own = settings.differing([(one.spec, one.record.get("world_size")) for one in found])
+    advice = [one.record.get("data_wait") or "" for one in found]
     drawn = []
-    for number, run in enumerate(runs):
-        name = screen.printable(run.name)
+    for number, one in enumerate(found):
+        name = screen.printable(one.name)
         curves = Curves(name, _colour(number, len(runs)), screen.printable(advice[number]), own[number])
-        drawn.append(curves.read(run))
-    for curves, spec in zip(drawn, specs, strict=True):
+        drawn.append(curves.read(one.run))
+    for curves, one in zip(drawn, found, strict=True):
         if not curves.panels:
-            raise Refused(f"{curves.name} has no metrics to draw yet; {programs.of(spec).get_figures(curves.name)}")
+            raise Refused(f"{curves.name} has no metrics to draw yet; {one.program.get_figures(curves.name)}")
 
     from matplotlib import rc_context
 

@@ -1,4 +1,4 @@
-"""The configuration of a run for people: what differs from the defaults, or between runs. Runs no code of a task."""
+"""The configuration of a run for people: what its user set, or what differs between runs. Runs no code of a task."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 from .. import config as configuration
 from .. import programs, screen
 from ..errors import shortened
+from ..run import environment
 from ..run.spec import Spec
 
 _MOST = 4
@@ -26,21 +27,29 @@ class Setting:
     value: str
     default: str
     """'' if the field has no default, or the default is unknown."""
-    is_changed: bool
+    is_set: bool
+    """Whether the user has set it."""
 
 
 def listed(spec: Spec) -> list[Setting]:
-    """Return every field of a run, changed ones first. Defaults of a task's settings are unknown here."""
+    """Return every field of a run, those that its user set first. Defaults of a task's settings are unknown here."""
     values = spec.used_config
     known = {name: info for name, info in configuration.fields().items() if name not in spec.unused_fields}
-    found = [Setting(name, shown(value), "", True) for name, value in values.items() if name not in known]
-    for name, info in known.items():
-        usual = "chosen at launch" if info.default is None else shown(info.default)
-        if name in values:
-            found.append(Setting(name, shown(values[name]), usual, values[name] != info.default))
-        elif values and info.default is not None:  # TOML has no none
-            found.append(Setting(name, "none", usual, True))
-    return sorted(found, key=lambda setting: not setting.is_changed)
+    usual = {name: "chosen at launch" if info.default is None else shown(info.default) for name, info in known.items()}
+    names = [*(name for name in values if name not in known), *(name for name in known if values)]
+    found = [
+        Setting(name, shown(values.get(name)), usual.get(name, ""), name in spec.set_by_user)
+        for name in names
+        if name in values or known[name].default is not None  # TOML has no none
+    ]
+    return sorted(found, key=lambda setting: not setting.is_set)
+
+
+def as_flags(spec: Spec) -> str:
+    """Return the fields that the user has set, as a command line takes them, with … in place of secrets."""
+    values = spec.used_config
+    known = {name: values[name] for name in spec.set_by_user if values.get(name) is not None}
+    return environment.shown(word for name, value in known.items() for word in (f"--{name}", shown(value)))
 
 
 def shown(value: Any) -> str:

@@ -47,9 +47,9 @@ def test_nobody_but_its_engine_and_its_user_starts_it_again(tmp_path: Path) -> N
     run = folders.create(tmp_path, "a", files={}, record=record)
     run.begin_attempt(2, 0)
     assert run.state() == "interrupted"
-    assert not resumable.is_resumable(run)
+    assert not resumable.is_resumable(run.read_effective())
     run.update(state="stopped", stopped_by="signal")
-    assert not resumable.is_resumable(run)
+    assert not resumable.is_resumable(run.read_effective())
 
 
 @pytest.mark.parametrize(

@@ -75,6 +75,9 @@ def test_what_is_changed_holds_from_the_checkpoint_on_and_over_a_resume(trained:
     assert figures(trained, "fork-other")[0] != figures(trained, "fork-of")[0]
     trained.ok("fork", "fork-of", "--name", "fork-decayed", "--checkpoint", 16, *changes[:2], *changes[4:], "--follow")
     assert figures(trained, "fork-decayed")[0] != figures(trained, "fork-other")[0], "weight decay did nothing"
+    (given,) = (line for line in trained.ok("show", "fork-again").stdout.splitlines() if line.startswith("  set "))
+    assert all(f"--{field}" in given for field in ("batch_size 90", "optim.lr 0.01", "steps 30")), "as all runs before"
+    assert "schedule.warmup" not in given, "only the defaults set it"
 
 
 @pytest.mark.parametrize(

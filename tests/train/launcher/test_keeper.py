@@ -168,7 +168,7 @@ def test_a_run_whose_resume_was_taken_back_rests_if_it_was_its_users(
     lock = run.acquire()
     assert lock is not None
     Resume(runs=str(tmp_path), name="a", by_keeper=by_keeper).undo(run, lock)
-    assert resumable.is_resumable(run) is is_taken_up and not run.alive()
+    assert resumable.is_resumable(run.read_effective()) is is_taken_up and not run.alive()
 
 
 def test_times_that_are_none_keep_no_run_from_coming_back(tmp_path: Path) -> None:

@@ -52,6 +52,24 @@ def test_all_views_agree_about_a_run_at_work(run: Run) -> None:
         assert found["train_run_step"] == 20 and found["train_run_data_wait_ratio"] == 0.25
 
 
+def test_who_runs_it_where_and_what_it_waits_for_is_told_by_all_views(run: Run) -> None:
+    run.update(user="ann", host="box", gpus="2,3", device="cuda", reason="waits for node 1", attempts=[])
+    with (run.folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        one = RunStatus(run, run.read_effective())
+        columns = ("name", "user", "machine", "gpus", "waits_for")
+        row = listing.listing([one], runs=run.folder.parent, columns=columns).splitlines()[1]
+        assert row.split() == ["a", "ann", "box", "2,3", "waits", "for", "node", "1"]
+        shown = listing.story(one)
+        assert all(re.search(line, shown) for line in ("gpus +2,3\n", "machine +box\n", "user +ann\n"))
+        (info,) = (family.samples[0] for family in Collector(run.folder.parent, 5).collect()
+                   if family.name == "train_run_info")  # fmt: skip
+        assert (info.labels["user"], info.labels["gpus"]) == ("ann", "2,3")
+    run.update(gpus=None, device="cpu", reason="", state="finished")
+    one = RunStatus(run, run.read_effective())
+    assert (one.gpus, one.waits_for) == ([], "")
+
+
 def test_an_ended_run_has_no_speed_and_nothing_left(run: Run) -> None:
     run.end_attempt("failed", "the loss is nan", state="failed")
     one = RunStatus(run, run.read_effective())

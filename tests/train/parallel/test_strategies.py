@@ -177,7 +177,7 @@ def test_a_step_that_ddp_did_not_add_up_is_never_saved(engine: Any) -> None:
     # torch complains at the next forward; after the last step there is none
     record = engine.run("not-added", 2, **ODD | {"task__kind": "optional", "steps": 1})
     assert record["state"] == "failed" and not list(engine.station.run("not-added").steps_saved())
-    assert "gave extra.weight, extra.bias none; use --parallel.find_unused_parameters true" in record["reason"]
+    assert "gave extra.weight, extra.bias none; use find_unused_parameters=True (of a task" in record["reason"]
     assert engine.resume("not-added", 2, parallel__find_unused_parameters="true")["state"] == "finished"
     # used by a micro batch before the last one of a rank: its gradient is there, and yet it was not reduced
     first = {"task__kind": "optional", "batch_size": 22, "micro_batch_size": 1}

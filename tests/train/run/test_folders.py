@@ -52,8 +52,8 @@ def test_a_keeper_takes_up_no_part_of_another_machine(tmp_path: Path) -> None:
     part(tmp_path, 0, ELSEWHERE, state="running")
     part(tmp_path, 1, HERE, state="running")
     zero, one = folders.every_here(tmp_path)
-    assert resumable.is_resumable(zero) is False
-    assert not resumable.is_kept_elsewhere(one.read()) and resumable.is_resumable(one) is not False
+    assert resumable.is_resumable(zero.read_effective()) is False
+    assert not resumable.is_kept_elsewhere(one.read()) and resumable.is_resumable(one.read_effective()) is not False
 
 
 def test_deaths_of_a_node_that_keeps_no_checkpoint_are_counted_by_its_steps(tmp_path: Path) -> None:

@@ -125,11 +125,11 @@ def _record(**values: Any) -> Callable[[Run], Run]:
 )
 def test_a_run_that_is_not_as_it_was_started_rests_as_a_copy(change: Callable[[Run], Run], tmp_path: Path) -> None:
     run = folders.create(tmp_path / "runs", "a", files=FILES, record=RECORD)
-    assert run.state() == "interrupted" and resumable.is_resumable(run)
+    assert run.state() == "interrupted" and resumable.is_resumable(run.read_effective())
     run = change(run)
-    assert run.state() == "copy" and resumable.is_resumable(run) is None
+    assert run.state() == "copy" and resumable.is_resumable(run.read_effective()) is None
     assert stopping.stop(run, programs.TASK, now=False)[0] == 0 and run.state() == "stopped"
-    assert resumable.is_resumable(run) is False
+    assert resumable.is_resumable(run.read_effective()) is False
 
 
 def test_without_a_state_folder_runs_begin_and_the_keeper_says_why_none_is_its_own(station: Station) -> None:

@@ -48,6 +48,9 @@ CERTAIN: list[tuple[BaseException, bool, str, str, str]] = [
      "port 12355 is in use by another process", "do not set MASTER_PORT", ""),
     (RuntimeError(f"{ONCE}. This error is caused by one of the following reasons: 1) Use of {'x ' * 400}"), True,
      f"RuntimeError: {ONCE}: ddp got one gradient twice", "{'use_reentrant': False}", ""),
+    (RuntimeError("Expected to have finished reduction in the prior iteration before starting a new one. This error "
+                  "indicates that your module has parameters that were not used in producing loss."), True,
+     "ddp needs a gradient of every parameter in every step", "find_unused_parameters=True", ""),
     (ValueError("Expected more than 1 value per channel when training, got input size torch.Size([1, 16])"), True,
      "ValueError: Expected more than 1 value per channel when training: BatchNorm cannot", "--data.drop_last true", ""),
     (RuntimeError("put_ does not have a deterministic implementation, but you set 'torch.use_deterministic"), True,

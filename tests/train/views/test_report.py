@@ -312,9 +312,9 @@ def test_the_page_of_a_script_says_what_is_known(station: Any) -> None:
     assert "not measured" in station.ok("report", "own").stdout
 
 
-def test_what_differs_from_the_defaults_is_told_apart(finished: Any) -> None:
+def test_what_the_user_has_set_is_told_apart(finished: Any) -> None:
     text = page_of(finished.run("done"))
-    changed, usual = re.split(r"<details>", text)
-    assert "<code>optim.lr</code>" in changed and "<code>seed</code>" in usual
-    assert "<code>task.width</code>" in changed  # whose default only the task knows
-    assert "0.001" in changed  # the default of optim.lr
+    given, others = re.split(r"<details>", text)
+    assert "<code>optim.lr</code>" in given and "<code>seed</code>" in others
+    assert "<code>task.width</code>" in others  # a setting of the task, which this user left alone
+    assert "0.001" in given  # the default of optim.lr
