@@ -87,7 +87,7 @@ class Case:
     """Whether the size of the micro batches is found by trying."""
 
     reads: Reader
-    """Returns whether the task reads a field, as far as that is known without its source and a run of its functions."""
+    """Returns whether the task reads a field, by its source or its run's record. `checks.run` adds what it records."""
     edited: list[str] = dataclasses.field(default_factory=list)
     """Names of files of a fork's code that the forked run does not have so."""
     precision: Precision | None = None
