@@ -35,7 +35,7 @@ from ..run.ownership import MODULES
 from ..run.run_folder import Run
 from ..run.spec import Spec
 from ..tasks import Task, load, where
-from . import determinism
+from . import determinism, reads
 from .freeze import freeze
 
 T = TypeVar("T")
@@ -174,8 +174,9 @@ def fingerprint(task: Task, config: Config, *, train_set: Any, eval_sets: Mappin
     own = call(task, "fingerprint()", task.fingerprint, config) if task.fingerprint is not None else None
     if own is not None:
         call(task, "fingerprint()", json.dumps, own)
+    root = config.data.root
     with refusing(task, "a look at the datasets"):
-        return fingerprints.of_sets(config.data.root, own, train_set=train_set, eval_sets=eval_sets)
+        return fingerprints.of_sets(root, own, train_set=train_set, eval_sets=eval_sets)
 
 
 def data_differs(run: Run, task: Task, *, config: Config, train_set: Any, eval_sets: Mapping[str, Any]) -> str:
@@ -359,7 +360,7 @@ def refusing(task: Task, what: str = "") -> Iterator[None]:
         Refused: the task's code raised, or returned something wrong.
     """
     try:
-        with doing.now(what) if what else contextlib.nullcontext():
+        with doing.now(what) if what else contextlib.nullcontext(), reads.noting():
             yield
     except Refused:
         raise

@@ -53,7 +53,7 @@ def run(options: Namespace, runs: Path) -> int:
 
     folders.enter(spec.cwd)
     with screen.results_alone():
-        change = eval_fields.changing(run, spec, flags) if flags else None
+        change = eval_fields.changing(spec, flags) if flags else None
         step, samples, measured = evaluate_run(run, spec, wanted.step, change=change)
     text = json.dumps({"step": step, "samples": samples, "eval": measured} | ({"fields": flags} if flags else {}))
     if options.json:

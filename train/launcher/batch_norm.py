@@ -6,8 +6,6 @@ before the first step, so the run is refused at launch.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from torch import nn
 
 from .. import causes, doing
@@ -21,26 +19,19 @@ from ..errors import Refused
 from ..parallel.precision import cpu_precision
 from ..parallel.torch_private import BatchNorm, without_compiler
 from ..tasks import Task
+from .case import Case, Kind
+from .resumable import fork_of
 
 
-def check(
-    task: Task, config: Config, train_set: object, model: Callable[[], nn.Module], *, samples: int, ranks: int,
-    steps: range, way: Callable[[dict[str, str]], str] = lambda flags: "",
-) -> None:  # fmt: skip
-    """Check that BatchNorm can train in all of these steps, counted from 0.
-
-    Args:
-        model: returns the model; called only if a micro batch has one sample.
-        samples: Number of samples of an epoch.
-        ranks: Number of ranks on all machines.
-        way: returns the end of the message, given the fields to change: for a resume, which may not change them.
+def check(case: Case) -> None:
+    """Check that BatchNorm can train in all steps of the launch. Builds the model if a micro batch has one sample.
 
     Raises:
         Refused: a micro batch has one sample, and a forward pass on it fails.
     """
-    plan = objects.plan_of(config, samples)
-    step = first_alone(plan, steps)
-    if step is None or not _fails(task, config, train_set, model(), ranks):
+    plan, ranks = case.cut, case.ranks
+    step = first_alone(plan, range(case.step, case.total))
+    if step is None or not _fails(case.task, case.config, case.train_set, case.model, ranks):
         return
     samples, size = plan.samples(step), plan.micro_batch_size
     flags, ways = {"batch_size": "N"}, ["another --batch_size"]
@@ -56,8 +47,17 @@ def check(
     )
     raise Refused(
         f"BatchNorm cannot train on one sample, and step {step + 1} has such a micro batch ({batch}); "
-        f"use {', or '.join(ways)}{way(flags)}"
+        f"use {', or '.join(ways)}{_way(case, flags)}"
     )
+
+
+def _way(case: Case, fields: dict[str, str]) -> str:
+    """Return the end of a refusal about fields that a resume may not change."""
+    if case.kind is not Kind.RESUME:
+        return ""
+    run = case.of.run
+    more = fork_of(run, case.of.flags | fields) if run.newest_checkpoint else "it has no checkpoint, so start a new run"
+    return f"; {more}"
 
 
 def first_alone(plan: Plan, steps: range) -> int | None:

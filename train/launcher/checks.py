@@ -1,11 +1,14 @@
-"""Checks a run completely before anything is created or changed.
+"""Checks a launch completely before anything is created or changed.
 
-`prepare` checks a new run. A resume (resume.py) and a fork (fork.py) call `check_run` too.
+`CHECKS` lists what is checked, of which launches and in which order. `run` is the only function that runs it. A new
+check is a line of the table.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import enum
 import json
 import os
 from collections.abc import Callable, Collection
@@ -16,49 +19,45 @@ import torch
 
 from .. import config as configuration
 from .. import doing, gpus
-from ..build import cores, initial_weights, objects, sampling, schedule
-from ..build.objects import make_objects
-from ..build.updates import read_updates
+from ..build import cores, initial_weights, objects, schedule
+from ..build.reads import recording
+from ..code import imports
 from ..config import Config, decays, strategies
-from ..data import fingerprint, probe, threads
+from ..data import fingerprint, probe
 from ..data.fetch import EVALUATION, TRAINING, is_indexed_at_once
-from ..data.progress import set_total
-from ..errors import Refused, nearest
-from ..parallel import choose
+from ..errors import Refused
 from ..parallel.devices import check_fork, check_kernels, pick_device
 from ..parallel.precision import Precision, auto, lacks_tf32
-from ..parallel.torch_private import without_compiler
-from ..parallel.wrap_units import recompute, wrapped
-from ..run import best
+from ..run.ownership import MODULES
 from ..tasks import Task
 from ..trainer import trace
 from ..trainer.loggers import wandb
-from . import batch_norm, deterministic, first_look, frozen_modes, kept_split, provenance, unused_fields
+from . import (
+    batch_norm,
+    batches,
+    deterministic,
+    first_look,
+    frozen_modes,
+    kept_split,
+    metric_names,
+    past_run,
+    rate_change,
+    unused_fields,
+)
+from .batches import check_ranks, cut_batch
+from .case import Case, Kind
 from .request import ALONE, Plan, Request, resolve, scratch_run_dir, set_by_user
 from .task_source import kept, of_task, unused_warning
-from .unused_fields import Asked, asked, of_no_use
+from .unused_fields import asked
 
-_METRICS = ("checkpoint.best", "early_stopping.metric", "schedule.metric")
-"""Fields that name a metric of the evaluations."""
-
-
-@dataclasses.dataclass
-class Checked:
-    """What the checks found out."""
-
-    precision: Precision
-    """Also holds the device of the first rank."""
-    cards: list[gpus.Card]
-    """GPUs that this process sees; empty on the CPU."""
-    train_set: Any
-    eval_sets: dict[str, Any]
-    samples: int
-    """Number of samples of an epoch; with `overfit`, of the training set."""
-    total: int
-    """Steps of the whole run."""
-    threads: str
-    """Why data workers cannot be forked after `datasets()`; '' if they can."""
-    warnings: list[str]
+_CODE = ("task.py", MODULES)
+"""Files with the code of a run."""
+_OF_CODE = ("task", "task_source", "task_imports", "task_watched", "task_sha256")
+"""Fields of run.json about the code of a run."""
+_MADE = Kind.NEW | Kind.FORK
+_AGAIN = Kind.RESUME | Kind.FORK
+_TRAINS = _MADE | Kind.RESUME
+_ALL = _TRAINS | Kind.EVAL
 
 
 @scratch_run_dir()
@@ -78,68 +77,330 @@ def prepare(
         Refused: the run is not possible as requested.
     """
     task, config = resolve(request)
-    task, warnings = overfitted(task, config, request.flags)
-    everywhere = ranks * nodes[-1]
-    chosen = [name for name in ("micro_batch_size", "cpu_threads") if getattr(config, name) in (None, "auto")]
-    is_searched = config.micro_batch_size == "auto"
-    if is_searched and config.data.on_device:
-        raise Refused("--micro_batch_size auto leaves no GPU memory for --data.on_device true; give a number")
-    cut_batch(config, ranks, nodes)
-    beside = Path(request.task).absolute().parent
-    source = of_task(task.file, beside)
-    if not task.is_built_in:
-        warnings += unused_warning(source, Path(request.task))
-    precision_reason = choose_precision(config, ranks, elsewhere)
-    found = check_run(task, config, ranks, everywhere, asked(source, request.flags, request.config_file, task))
-    warnings += found.warnings
-    model, device = check_model(task, config, everywhere, found.precision), found.precision.device
-    initial = initial_weights.fitted(task, config, model)
-    if config.data.workers is None:
-        config.data.workers = cores.default_loaders(ranks, device, is_indexed_at_once(found.train_set, task.collate))
-    if config.data.workers and found.threads:
-        raise Refused(found.threads)
-    micro_reason = threads_reason = ""
-    if is_searched:
-        from . import batch_size
-
-        with doing.now("the search for a micro batch size"):
-            config.micro_batch_size, micro_reason = batch_size.find(request, config, ranks)
-        check_sync_batchnorm(config, device, everywhere, objects.plan_of(config, found.samples).length)
-    if config.cpu_threads is None:
-        config.cpu_threads, threads_reason = cores.default_threads(ranks, device, model)
-    files, code = kept(task, Path(request.task), config.data.root)
-    record = _record(task, objects.plan_of(config, found.samples).length, found.total) | {
-        **code,
-        "world_size": everywhere,
-        "chosen": chosen,
-        "set_by_user": set_by_user(request.flags, config_file=request.config_file),
-        "cpu_threads_reason": threads_reason,
-        "micro_batch_size_reason": micro_reason,
-        "precision_reason": precision_reason,
-        "versions": provenance.versions(found.cards),
-        "init": initial.table() if initial is not None else [],
-        "warnings": warnings,
-        "unused_fields": of_no_use(task, source),
-    }
-    data = objects.fingerprint(task, config, train_set=found.train_set, eval_sets=found.eval_sets)
-    record["not_exact"] = not_exact(task, config, found)
-    files |= {fingerprint.FACTS: json.dumps(data, indent=1) + "\n", "config.toml": configuration.to_toml(config)}
-    if initial is not None:
-        files[initial_weights.FILE] = initial.file()
-    warnings += [*_of_hidden(fingerprint.hidden_in(data)), *(f"not exact: {line}" for line in record["not_exact"])]
-    warnings += _of_ordered(config, chosen) + frozen_modes.warnings(task, model, config.freeze)
-    warnings += first_look.warnings(
-        task, config, model=model, eval_sets=found.eval_sets, ranks=everywhere, device=device,
-        named=followed_metrics(config),
+    source = of_task(task.file, Path(request.task).absolute().parent)
+    case = Case(
+        kind=Kind.NEW, task=task, config=config, asked=asked(request.flags, request.config_file, task), local=ranks,
+        nodes=nodes, source=source, reads=source.reads, given=Path(request.task), request=request, runs=runs,
+        elsewhere=elsewhere, is_searched=config.micro_batch_size == "auto",
     )  # fmt: skip
-    if initial is not None and initial.path:
-        sets = {"train_set": found.train_set, "eval_sets": found.eval_sets}
-        warnings += kept_split.warnings(task, config, initial.path, runs, sets=sets)
-    batch_norm.check(
-        task, config, found.train_set, lambda: model, samples=found.samples, ranks=everywhere, steps=range(found.total)
+    chosen = [name for name in ("micro_batch_size", "cpu_threads") if getattr(config, name) in (None, "auto")]
+    reasons = dict.fromkeys(("micro_batch_size_reason", "cpu_threads_reason", "precision_reason"), "")
+    case.record = {
+        "cwd": os.getcwd(), "world_size": case.ranks, "chosen": chosen, "init": [], **reasons,
+        "set_by_user": set_by_user(request.flags, config_file=request.config_file),
+    }  # fmt: skip
+    run(case)
+    return case.to_plan()
+
+
+class Needs(enum.IntEnum):
+    """What a check looks at. Checks that need less come first."""
+
+    CONFIG = enum.auto()
+    DATA = enum.auto()
+    """The datasets, and how an epoch is cut."""
+    OBJECTS = enum.auto()
+    """All that the task builds. A resume builds the model later, and only for a check that asks for it."""
+    READS = enum.auto()
+    """Which fields the task's functions have read, so everything has been built."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Check:
+    """A row of the table. The function returns warnings, or raises Refused; some also choose what is left open."""
+
+    of: Kind
+    needs: Needs
+    function: Callable[[Case], list[str] | None]
+
+
+def run(case: Case) -> None:
+    """Make the checks of a launch in the order of the table. Fills in the case.
+
+    Raises:
+        Refused: the launch is not possible.
+    """
+    known = case.reads
+    with contextlib.ExitStack() as recorded:
+        seen = recorded.enter_context(recording(case.config))
+        case.reads = lambda field: seen.has(field) or known(field)
+        for check in sorted(CHECKS, key=lambda check: check.needs):
+            if check.needs is Needs.READS:
+                recorded.close()
+            if case.kind in check.of:
+                case.warnings += check.function(case) or []
+
+
+def _overfit(case: Case) -> list[str]:
+    typed: Collection[str] = configuration.fields()  # a fork keeps what its run was launched with
+    if case.past is None or "overfit" in case.of.flags:
+        typed = case.request.flags if case.request is not None else case.of.flags
+    case.task, warnings = overfitted(case.task, case.config, typed)
+    return warnings
+
+
+def _name_unused(case: Case) -> list[str]:
+    if case.source is None or case.given is None or case.task.is_built_in:
+        return []
+    return unused_warning(case.source, case.given)
+
+
+def _cut(case: Case) -> None:
+    if case.is_searched and case.config.data.on_device:
+        raise Refused("--micro_batch_size auto leaves no GPU memory for --data.on_device true; give a number")
+    cut_batch(case.config, case.local, case.nodes)
+
+
+def _sizes(case: Case) -> None:
+    if not isinstance(case.config.micro_batch_size, int) or case.config.cpu_threads is None:
+        file = case.of.run.folder / "config.toml"
+        raise Refused(f"micro_batch_size or cpu_threads is missing in {file}; put it back")
+
+
+def _fp16(case: Case) -> None:
+    if case.config.precision == "fp16" and (case.config.device == "cpu" or not torch.cuda.device_count()):
+        problem = f"{case.of.run.name} computes in fp16, which needs a GPU, but torch sees none here"
+        raise Refused(f"{problem}; check with nvidia-smi, or resume it on a machine with a GPU")
+
+
+def _choose_precision(case: Case) -> None:
+    if case.config.precision != "auto":
+        return
+    device = pick_device(case.config, case.local, 0)
+    known = [gpus.of_ranks(case.local), *case.elsewhere()] if device.type == "cuda" else []
+    cards = [card for found in known for card in found] if all(known) else []
+    case.config.precision, case.record["precision_reason"] = auto(device, cards)  # type: ignore[assignment]
+
+
+def _device(case: Case) -> list[str]:
+    config = case.config
+    device = pick_device(config, case.local, 0)
+    config.device = "cuda" if device.type == "cuda" else "cpu"  # a resume must not change the device silently
+    if device.type == "cuda":
+        check_fork()
+        case.cards = gpus.seen_here()
+    check_kernels(case.cards)
+    warnings = []
+    if config.precision == "tf32":
+        lacks = lacks_tf32(device, gpus.of_ranks(case.local) if device.type == "cuda" else [])
+        if lacks and "precision" in case.asked:
+            raise Refused(f"precision tf32 needs {lacks}; use --precision fp32")
+        warnings = [f"precision tf32 needs {lacks}, so this run computes in fp32 here"] if lacks else []
+    case.precision = Precision(config.precision, device)
+    return warnings
+
+
+def _device_asked(case: Case) -> None:
+    if "device" in case.asked:
+        pick_device(case.config, 1, 0)
+
+
+def _on_nan(case: Case) -> None:
+    if case.config.on_nan == "skip" and case.config.precision == "fp16":
+        raise Refused("--on_nan skip is not needed: the loss scaling of fp16 skips such steps; leave out --on_nan")
+
+
+def _workers(case: Case) -> None:
+    problem = case.threads  # before model(): ranks fork data workers then
+    if case.config.data.workers and problem:
+        raise Refused(problem)
+
+
+def _evaluation(case: Case) -> None:
+    task = case.task
+    unused_fields.check_evaluation(task, case.config, case.eval_sets, case.asked)
+    if case.eval_sets and not task.can_evaluate:
+        raise Refused(
+            f"{task.file} has updates() and an evaluation set, but nothing to evaluate; define metrics(model, batch), "
+            "or return None for the evaluation set in datasets()"
+        )
+
+
+def _schedule(case: Case) -> None:
+    schedule.check(case.task, schedule.Planned(case.config, case.cut.steps_per_epoch, case.total))
+
+
+def _trace(case: Case) -> None:
+    trace.steps_of(case.config.trace, total=case.total)
+    if case.kind is Kind.RESUME and "trace" in case.asked:
+        trace.steps_of(case.config.trace, case.of.run.newest_checkpoint, case.total)
+
+
+def _model(case: Case) -> None:
+    assert case.model is not None  # built and checked
+
+
+def _initial_weights(case: Case) -> None:
+    case.initial = initial_weights.fitted(case.task, case.config, case.model)
+    if case.initial is not None:
+        case.record["init"], case.files[initial_weights.FILE] = case.initial.table(), case.initial.file()
+
+
+def _keep_code(case: Case) -> None:
+    """Add the code to the plan. Looks at the modules that this process has loaded, so all must have been built."""
+    old = dict[str, Any](case.of.record) if case.past is not None else {}
+    if case.given is None:
+        case.record |= {key: value for key, value in old.items() if key in _OF_CODE}
+        case.copies |= {name: case.of.run.folder / name for name in _CODE if (case.of.run.folder / name).exists()}
+        return
+    files, record = kept(case.task, case.given, case.config.data.root)
+    case.files, case.record = case.files | files, case.record | record
+    if case.past is not None:
+        known = {old.get("task_sha256"), *_digests(old).values()}
+        now = {str(case.given): case.task.sha256, **_digests(record)}
+        case.edited = [Path(path).name for path, digest in now.items() if digest not in known]
+
+
+def _digests(record: dict[str, Any]) -> dict[str, str]:
+    """Map the files that a task needs to their digests."""
+    return {**(record.get("task_imports") or {}), **(record.get("task_watched") or {})}
+
+
+def _data(case: Case) -> list[str]:
+    facts = objects.fingerprint(case.task, case.config, **case.sets)
+    case.files[fingerprint.FACTS] = json.dumps(facts, indent=1) + "\n"
+    if not (names := fingerprint.hidden_in(facts)):
+        return []
+    which = f"{names[0]}{f' and {len(names) - 1} more' if names[1:] else ''}"
+    return [f"the data contain hidden files ({which}), which may shift labels; delete them or skip them in datasets()"]
+
+
+def _read(case: Case) -> None:
+    unused_fields.check_read(case.task, case.config, case.reads, case.asked)
+
+
+def _edited(case: Case) -> list[str]:
+    return imports.edited(case.of.run, case.of.spec) if case.given is None else []
+
+
+def _choose_workers(case: Case) -> None:
+    if case.config.data.workers is None:
+        is_indexed = is_indexed_at_once(case.train_set, case.task.collate)
+        case.config.data.workers = cores.default_loaders(case.local, case.device, is_indexed)
+    _workers(case)
+
+
+def _search_size(case: Case) -> None:
+    if not case.is_searched:
+        return
+    from . import batch_size
+
+    assert case.request is not None
+    with doing.now("the search for a micro batch size"):
+        found = batch_size.find(case.request, case.config, case.local)
+    case.config.micro_batch_size, case.record["micro_batch_size_reason"] = found
+    batches.check_sync_batchnorm(case)
+
+
+def _choose_threads(case: Case) -> None:
+    if case.config.cpu_threads is None:
+        case.config.cpu_threads, reason = cores.default_threads(case.local, case.device, case.model)
+        if case.kind is Kind.NEW:  # a fork tells what was chosen for its run
+            case.record["cpu_threads_reason"] = reason
+
+
+def _start(case: Case) -> list[str]:
+    from . import fork_start  # late: it imports torch's checkpoints, which is slow
+
+    return fork_start.check(case)
+
+
+def _exact(case: Case) -> list[str]:
+    """Warn of reasons why the run would not be exact, as far as its first samples show."""
+    config, task = case.config, case.task
+    assert isinstance(config.micro_batch_size, int)
+    sets = {TRAINING: case.train_set} | {name or EVALUATION: one for name, one in case.eval_sets.items()}
+    case.record["not_exact"] = probe.why_not_exact(
+        sets, collate=task.collate, made_by=task.datasets, batch=config.micro_batch_size, seed=config.seed
     )
-    deterministic.check(task, config, device, found.train_set, model)  # last: it takes the model's values
-    return Plan(files=files, record=record, warnings=warnings, ranks=ranks, task=task, config=config)
+    return [f"not exact: {line}" for line in case.record["not_exact"]]
+
+
+def _ordered(case: Case) -> list[str]:
+    """Warn if the bits of an `ordered` run depend on its number of ranks, by values that are not set."""
+    config, chosen = case.config, case.record["chosen"]
+    if config.parallel.reduce != "ordered" or not chosen:
+        return []
+    flat = configuration.to_flat(config)
+    values, flags = (
+        form.join(f"{prefix}{name} {flat[name]}" for name in chosen) for form, prefix in ((", ", ""), (" ", "--"))
+    )
+    return [
+        f"--parallel.reduce ordered gives the same bits on other numbers of ranks only with the same {values}, whose "
+        f"default depends on the ranks; to launch it there: {flags}"
+    ]
+
+
+def _frozen(case: Case) -> list[str]:
+    return frozen_modes.warnings(case.task, case.model, case.config.freeze)
+
+
+def _first_look(case: Case) -> list[str]:
+    config, ranks, named, way = case.config, case.ranks, metric_names.followed_metrics(case.config), {}
+    if case.kind is Kind.RESUME:  # only what a single rank, or its machine, did not show
+        is_first_of_several = case.of.record["world_size"] == 1 < ranks
+        splits = strategies.of(config.parallel.strategy, ranks).splits_parameters
+        if is_first_of_several or splits or config.parallel.recompute:
+            _model(case)
+        if not is_first_of_several:
+            return []
+        named, way = {}, {"way": f"continue on one rank: train resume {case.of.run.name} --nproc 1"}
+    return first_look.warnings(
+        case.task, config, model=case.model, eval_sets=case.eval_sets, ranks=ranks, device=case.device, named=named,
+        **way,
+    )  # fmt: skip
+
+
+def _split(case: Case) -> list[str]:
+    if case.initial is None or not case.initial.path:
+        return []
+    return kept_split.warnings(case.task, case.config, case.initial.path, case.runs, sets=case.sets)
+
+
+CHECKS = (
+    Check(_MADE, Needs.CONFIG, _overfit),
+    Check(_MADE, Needs.CONFIG, _name_unused),
+    Check(_MADE, Needs.CONFIG, _cut),
+    Check(Kind.RESUME, Needs.CONFIG, _sizes),
+    Check(Kind.RESUME, Needs.CONFIG, _fp16),
+    Check(Kind.RESUME, Needs.CONFIG, lambda case: check_ranks(case.config, case.local, case.nodes)),
+    Check(Kind.NEW, Needs.CONFIG, _choose_precision),
+    Check(_TRAINS, Needs.CONFIG, _device),
+    Check(_ALL, Needs.CONFIG, lambda case: unused_fields.check(case.task, case.config, case.asked)),
+    Check(Kind.EVAL, Needs.CONFIG, _device_asked),
+    Check(_TRAINS, Needs.CONFIG, lambda case: wandb.check(case.config.log.wandb)),
+    Check(_TRAINS, Needs.CONFIG, metric_names.check_evaluates),
+    Check(_TRAINS, Needs.CONFIG, _on_nan),
+    Check(_TRAINS, Needs.DATA, _workers),
+    Check(_TRAINS, Needs.DATA, _evaluation),
+    Check(_TRAINS, Needs.DATA, metric_names.check),
+    Check(_TRAINS, Needs.DATA, batches.check_sync_batchnorm),
+    Check(_TRAINS, Needs.DATA, _schedule),
+    Check(_TRAINS, Needs.DATA, _trace),
+    Check(_MADE, Needs.OBJECTS, _model),
+    Check(Kind.NEW, Needs.OBJECTS, _initial_weights),
+    Check(Kind.NEW, Needs.OBJECTS, _data),
+    Check(_MADE, Needs.OBJECTS, _keep_code),
+    Check(_AGAIN, Needs.OBJECTS, past_run.check_data),
+    Check(Kind.FORK, Needs.READS, past_run.drop_replaced),
+    Check(_ALL, Needs.READS, _read),
+    Check(_AGAIN, Needs.READS, _edited),
+    Check(_AGAIN, Needs.READS, past_run.check_steps),
+    Check(_AGAIN, Needs.READS, rate_change.warnings),
+    Check(Kind.NEW, Needs.READS, _choose_workers),
+    Check(Kind.NEW, Needs.READS, _search_size),
+    Check(_MADE, Needs.READS, _choose_threads),
+    Check(Kind.FORK, Needs.READS, _start),
+    Check(_MADE, Needs.READS, _exact),
+    Check(Kind.NEW, Needs.READS, _ordered),
+    Check(_MADE, Needs.READS, _frozen),
+    Check(_TRAINS, Needs.READS, _first_look),
+    Check(Kind.NEW, Needs.READS, _split),
+    Check(_TRAINS, Needs.READS, batch_norm.check),
+    Check(Kind.RESUME, Needs.READS, batches.warn_of_idle_ranks),
+    Check(_MADE, Needs.READS, deterministic.check),  # last: it takes the model's values
+)
+"""All checks of a launch. Those with the same need are made in this order."""
 
 
 def overfitted(task: Task, config: Config, typed: Collection[str]) -> tuple[Task, list[str]]:
@@ -166,254 +427,3 @@ def overfitted(task: Task, config: Config, typed: Collection[str]) -> tuple[Task
             warnings.append(f"{keeps}, so {field} is {value}; to change: --{field} {set_to}")
         setattr(schedule, name, value)
     return task.to_overfit(), warnings
-
-
-def _of_ordered(config: Config, chosen: list[str]) -> list[str]:
-    """Return a warning if the bits of an `ordered` run depend on its number of ranks, by values that are not set."""
-    if config.parallel.reduce != "ordered" or not chosen:
-        return []
-    flat = configuration.to_flat(config)
-    values, flags = (
-        form.join(f"{prefix}{name} {flat[name]}" for name in chosen) for form, prefix in ((", ", ""), (" ", "--"))
-    )
-    return [
-        f"--parallel.reduce ordered gives the same bits on other numbers of ranks only with the same {values}, whose "
-        f"default depends on the ranks; to launch it there: {flags}"
-    ]
-
-
-def _of_hidden(names: list[str]) -> list[str]:
-    """Return a warning about hidden files that a task's own reader takes for data."""
-    if not names:
-        return []
-    which = f"{names[0]}{f' and {len(names) - 1} more' if names[1:] else ''}"
-    return [f"the data contain hidden files ({which}), which may shift labels; delete them or skip them in datasets()"]
-
-
-def check_run(
-    task: Task, config: Config, local: int, ranks: int, asked: Asked, *, count: Callable[[Any], int] | None = None
-) -> Checked:
-    """Make the checks that every run needs, in order. Writes the device into `config`.
-
-    Args:
-        local: Number of ranks on each machine.
-        ranks: Number of ranks on all machines, at most.
-        asked: The fields that the user has set.
-        count: Returns `samples` of the result, given the training set. None: as the task's functions say.
-
-    Raises:
-        Refused: the run is not possible as requested.
-    """
-    device = pick_device(config, local, 0)
-    config.device = "cuda" if device.type == "cuda" else "cpu"  # a resume must not change the device silently
-    cards = []
-    if device.type == "cuda":
-        check_fork()
-        cards = gpus.seen_here()
-    check_kernels(cards)
-    warnings = without_tf32(config, device, local, asked)
-    precision = Precision(config.precision, device)
-    unused_fields.check(task, config, asked)
-    wandb.check(config.log.wandb)
-    followed = followed_metrics(config)
-    if followed and not (config.eval.every_epochs or config.eval.every_steps):
-        raise Refused(f"--{next(iter(followed))} needs evaluations before the end; give --eval.every_epochs")
-    if config.on_nan == "skip" and config.precision == "fp16":
-        raise Refused("--on_nan skip is not needed: the loss scaling of fp16 skips such steps; leave out --on_nan")
-    train_set, eval_sets = objects.make_datasets(task, config)
-    problem = threads.problem() if config.data.workers != 0 else ""  # ranks fork data workers now, before model()
-    if config.data.workers and problem:
-        raise Refused(problem)
-    unused_fields.check_evaluation(task, config, eval_sets, asked)
-    if eval_sets and not task.can_evaluate:
-        raise Refused(
-            f"{task.file} has updates() and an evaluation set, but nothing to evaluate; define metrics(model, batch), "
-            "or return None for the evaluation set in datasets()"
-        )
-    for field in metrics_of(config):
-        check_metric(field, config, task, eval_sets)
-    samples = count(train_set) if count is not None else sampling.first_samples(task, config, len(train_set))
-    plan = objects.plan_of(config, samples)
-    check_sync_batchnorm(config, device, ranks, plan.length)
-    total = objects.total_steps(config, plan)
-    set_total(total)
-    schedule.check(task, schedule.Planned(config, plan.steps_per_epoch, total))
-    trace.steps_of(config.trace, total=total)
-    return Checked(
-        precision=precision, cards=cards, train_set=train_set, eval_sets=eval_sets, samples=samples, total=total,
-        threads=problem, warnings=warnings,
-    )  # fmt: skip
-
-
-def choose_precision(config: Config, ranks: int, elsewhere: Callable[[], list[list[gpus.Card]]]) -> str:
-    """Write the precision that `auto` stands for into a new run's configuration. Returns a line about it, or ''."""
-    if config.precision != "auto":
-        return ""
-    device = pick_device(config, ranks, 0)
-    known = [gpus.of_ranks(ranks), *elsewhere()] if device.type == "cuda" else []
-    cards = [card for found in known for card in found] if all(known) else []
-    config.precision, reason = auto(device, cards)  # type: ignore[assignment]
-    return reason
-
-
-def without_tf32(config: Config, device: torch.device, local: int, asked: Asked) -> list[str]:
-    """Return a warning if a run of tf32 gets devices that do not have it: a resume on a CPU, for example.
-
-    Args:
-        local: Number of ranks on this machine.
-
-    Raises:
-        Refused: the user asks for tf32 now.
-    """
-    if config.precision != "tf32":
-        return []
-    lacks = lacks_tf32(device, gpus.of_ranks(local) if device.type == "cuda" else [])
-    if lacks and "precision" in asked.fields:
-        raise Refused(f"precision tf32 needs {lacks}; use --precision fp32")
-    return [f"precision tf32 needs {lacks}, so this run computes in fp32 here"] if lacks else []
-
-
-def not_exact(task: Task, config: Config, found: Checked) -> list[str]:
-    """Return the reasons why a run would not be exact, as far as its first samples show."""
-    assert isinstance(config.micro_batch_size, int)
-    sets = {TRAINING: found.train_set} | {name or EVALUATION: one for name, one in found.eval_sets.items()}
-    return probe.why_not_exact(
-        sets, collate=task.collate, made_by=task.datasets, batch=config.micro_batch_size, seed=config.seed
-    )
-
-
-def _record(task: Task, samples: int, total: int) -> dict[str, Any]:
-    """Return the fields of run.json about a new run's data and versions."""
-    return {
-        "cwd": os.getcwd(),
-        "total_steps": total,
-        "samples": samples,
-        "sampler": task.sampler,
-        "git_revision": provenance.git_revision(),
-    }
-
-
-def cut_batch(config: Config, local: int, nodes: range) -> None:
-    """Choose the size of a new run's micro batches, unless it is given.
-
-    Args:
-        local, nodes: as in `check_ranks`.
-
-    Raises:
-        Refused: as `check_ranks`, or the given size leaves a rank without work.
-    """
-    check_ranks(config, local, nodes)
-    ranks = local * nodes[-1]
-    if not isinstance(config.micro_batch_size, int):
-        # rounded up for the smallest number of forward passes, but down if that would leave a rank without work
-        size = -(-config.batch_size // ranks)
-        config.micro_batch_size = size if -(-config.batch_size // size) >= ranks else config.batch_size // ranks
-    micros = -(-config.batch_size // config.micro_batch_size)
-    if micros < ranks:
-        raise Refused(
-            f"a global batch of {config.batch_size} has only {micros} micro batches of {config.micro_batch_size} for "
-            f"{ranks} ranks; use --micro_batch_size {config.batch_size // ranks} or less"
-        )
-
-
-def check_model(task: Task, config: Config, ranks: int, precision: Precision) -> torch.nn.Module:
-    """Return the model, after checking that this many ranks can train it with the `parallel` settings.
-
-    The checks include sharding, recomputation and the optimizer.
-
-    Raises:
-        Refused: they cannot.
-    """
-    model = objects.make_model(task, config, precision.weights)
-    objects.check_forward(task, model)
-    if task.inference_model is not None and strategies.of(config.parallel.strategy, ranks).splits_parameters:
-        how = config.parallel.strategy
-        raise Refused(f"{how} cannot run inference_model() of {task.file}; remove it, or use ddp")
-    choose.check_model(model, config=config, size=ranks, device=precision.device)
-    objects.inference_model(task, model)
-    if config.compile == "blocks":
-        wrapped(model, config)
-    recompute(model, config.parallel.recompute)
-    with without_compiler():
-        read_updates(task, model, config)
-    make_objects(task, model, config=config, device=torch.device("cpu"))
-    return model
-
-
-def check_ranks(config: Config, local: int, nodes: range) -> None:
-    """Check that the `parallel` settings work on each of these numbers of machines, with a sample for every rank.
-
-    Args:
-        local: Number of ranks on each machine.
-        nodes: Possible numbers of machines.
-
-    Raises:
-        Refused: they do not.
-    """
-    for count in nodes:
-        choose.check(config, count * local)
-    ranks = nodes[-1] * local
-    if config.batch_size < ranks:
-        raise Refused(
-            f"--batch_size {config.batch_size} is smaller than the number of ranks, {ranks}; "
-            f"use at least {ranks}, or fewer ranks"
-        )
-
-
-def metrics_of(config: Config) -> list[str]:
-    """Return the fields in use that name a metric of the evaluations."""
-    flat = configuration.to_flat(config)
-    has_use = {"schedule.metric": decays.of(config.schedule.decay).follows_evaluations}
-    return [field for field in _METRICS if flat[field] and has_use.get(field, True)]
-
-
-def followed_metrics(config: Config) -> dict[str, str]:
-    """Map those of `metrics_of` without whose metric a run fails to their text."""
-    flat = configuration.to_flat(config)
-    return {field: flat[field] for field in metrics_of(config) if field != "checkpoint.best"}
-
-
-def check_metric(
-    field: str, config: Config, task: Task, eval_sets: Collection[str], known: Collection[str] = ()
-) -> None:
-    """Check that evaluations give the metric that a field names, as far as that is known.
-
-    Args:
-        field: One of `metrics_of`.
-        known: Metrics of the run's evaluations so far; empty before the first evaluation.
-
-    Raises:
-        Refused: they do not.
-    """
-    text = configuration.to_flat(config)[field]
-    metric = best.aim_of(text).metric
-    if not eval_sets:
-        why = f"datasets() in {task.file} returns None for the evaluation set"
-        raise Refused(f"--{field} {text} needs evaluations, but {why}; leave out --{field}")
-    weights = ("", "ema.") if config.ema.decay is not None else ("",)
-    prefixes = [which + (f"{name}." if name else "") for which in weights for name in eval_sets]
-    is_open = not known and (task.metrics is not None or task.compute_metrics is not None)
-    if is_open and metric and any(map(metric.startswith, prefixes)):
-        return  # only the first evaluation shows which names exist
-    if not known and task.loss is not None and any(metric.startswith(f"{prefix}loss.") for prefix in prefixes):
-        return  # a part of the loss
-    known = known or [f"{prefix}loss" for prefix in prefixes if task.loss is not None]
-    if metric not in known:
-        likely = {prefix + metric.rpartition(".")[2] for prefix in prefixes if is_open and metric}
-        names = nearest(metric, likely.union(known), otherwise=f"; there are: {', '.join(known)}")
-        raise Refused(f"--{field} {text}: no evaluation gives {metric or 'a metric without a name'}{names}")
-
-
-def check_sync_batchnorm(config: Config, device: torch.device, ranks: int, length: int) -> None:
-    if not config.sync_batchnorm:
-        return
-    if device.type == "cpu":
-        raise Refused("sync_batchnorm works only on GPUs; leave it out")
-    assert isinstance(config.micro_batch_size, int)
-    share, rest = config.micro_batch_size * ranks, length % config.batch_size
-    if config.batch_size % share or (rest % share and not config.data.drop_last):
-        raise Refused(
-            f"sync_batchnorm needs batch_size ({config.batch_size}) and the last batch of an epoch ({rest}) to be "
-            f"multiples of micro_batch_size x ranks = {share}; change one, or drop the last batch: "
-            "--data.drop_last true"
-        )

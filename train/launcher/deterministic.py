@@ -25,6 +25,7 @@ from ..errors import Refused
 from ..parallel.precision import cpu_precision
 from ..parallel.torch_private import noting_operators, without_compiler
 from ..tasks import Task
+from .case import Case
 
 _SAMPLES = 2
 """Number of samples; BatchNorm may need more than one."""
@@ -51,21 +52,17 @@ _LACKING = {
 torch; its documentation of use_deterministic_algorithms lists more than torch refuses."""
 
 
-def check(task: Task, config: Config, device: torch.device, train_set: object, model: nn.Module) -> None:
-    """Check that a new run uses no operator that it would have to refuse in its first step.
-
-    Args:
-        device: That of the ranks.
-        model: It loses its values here.
+def check(case: Case) -> None:
+    """Check that a new run uses no operator that it would have to refuse in its first step. The model loses its values.
 
     Raises:
         Refused: an operator has no deterministic implementation.
     """
     # torch.compile replaces many of these operators by its own kernels
-    is_known = torch.__version__.startswith(_TORCH) and not config.compile
-    if device.type != "cuda" or not config.deterministic or not is_known:
+    is_known = torch.__version__.startswith(_TORCH) and not case.config.compile
+    if case.device.type != "cuda" or not case.config.deterministic or not is_known:
         return
-    if lacking := _first_lacking(task, config, train_set, model):
+    if lacking := _first_lacking(case.task, case.config, case.train_set, case.model):
         raise Refused(
             f"{lacking} has no deterministic implementation on a GPU; use another operation, or --deterministic false "
             "(a resume then ends with other bits)"

@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING
 
 from .. import config as configuration
 from ..errors import Refused
-from ..run.run_folder import Run
 from ..run.spec import Spec
-from . import task_source, unused_fields
+from .unused_fields import asked
 
 if TYPE_CHECKING:
     from ..config import Config
@@ -33,21 +32,19 @@ def check(flags: Mapping[str, str]) -> None:
     configuration.check_flags(flags)
 
 
-def changing(run: Run, spec: Spec, flags: Mapping[str, str]) -> Callable[[Task, Config], Config]:
+def changing(spec: Spec, flags: Mapping[str, str]) -> Callable[[Task, Config], Config]:
     """Return the function that changes the configuration of a run as these flags say.
 
     It raises Refused for a flag that names no field or has no effect.
     """
 
     def change(task: Task, config: Config) -> Config:
+        from .case import Case, Kind  # late: imports torch
+        from .checks import run
+
         flat = configuration.to_flat(config)
         changed = configuration.with_flags(flags, settings=task.Settings, task_file=task.file, flat=flat)
-        asked = unused_fields.asked(task_source.of_run(run, task, spec), flags)
-        unused_fields.check_used(task, changed, asked)
-        if "device" in flags:
-            from ..parallel.devices import pick_device
-
-            pick_device(changed, 1, 0)  # raises Refused where there is none
+        run(Case(kind=Kind.EVAL, task=task, config=changed, asked=asked(flags), reads=spec.has_effect))
         return changed
 
     return change

@@ -14,26 +14,21 @@ from ..run.metrics import each, history, is_evaluation, last_training
 from ..run.run_folder import Run
 from ..run.spec import Spec
 from ..tasks import Task
+from .case import Case, Kind
 
 _WAYS = ("schedule.total_epochs", "schedule.start_epoch")
 """Fields that say which curve is wanted."""
 
 
-def warnings(
-    run: Run, spec: Spec, task: Task, configs: tuple[Config, Config], *, samples: int, step: int,
-    flags: dict[str, str], is_fork: bool,
-) -> list[str]:  # fmt: skip
+def warnings(case: Case) -> list[str]:
     """Return a line that says how the learning rate moves, and the ways to choose; [] if it does not move.
 
     A task's own schedule() may not depend on the length, and then give 0 for the steps that are new.
-
-    Args:
-        configs: The configuration before the change and after it.
-        samples: Number of samples of an epoch.
-        step: The step after which the run continues.
-        flags: The fields that change.
     """
-    before, after = (_planned(config, samples) for config in configs)
+    run, spec, step, task, flags = case.of.run, case.of.spec, case.of.step, case.task, case.of.flags
+    if case.kind is Kind.FORK and not step:
+        return []
+    before, after = (_planned(config, case.samples) for config in (case.of.before, case.config))
     past = history(run, step)
     with objects.refusing(task, "schedule()"):
         factor = moved(task, before=before, after=after, step=step, history=past)
@@ -59,7 +54,7 @@ def warnings(
     )
     if is_idle:
         text += f"; it is 0 in steps {added.start + 1} to {added.stop}, which train nothing"
-    begin = "" if is_fork else f"train fork {run.name} --name NEW --checkpoint {step} "
+    begin = "" if case.kind is Kind.FORK else f"train fork {run.name} --name NEW --checkpoint {step} "
     for what, field in _ways(task, before, after, step, past) if not flags.keys() & _WAYS else ():
         typed = " ".join(f"--{name} {shlex.quote(value)}" for name, value in (flags | field).items())
         text += f"; {what}: {begin}{typed}"

@@ -1,4 +1,4 @@
-"""Reads a task's source before it runs: which config fields it reads, and which of its functions are never used.
+"""Reads a task's source without running it: the config fields that it spells out, and names that nothing uses.
 
 Covers the task's file and the modules that it imports. Imports no torch.
 """
@@ -10,27 +10,20 @@ import contextlib
 import dataclasses
 import functools
 import re
-import zipfile
-from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from .. import tasks
 from ..code import imports
-from ..run.ownership import MODULES
-from ..run.run_folder import Run
-from ..run.spec import Spec
-from ..tasks import ARGUMENTS, Task
+from ..tasks import ARGUMENTS, Task, is_built_in
 
 _NAMES = {"config", "cfg", "conf"}
-"""Common names of a configuration, for places where its name cannot be derived."""
+"""Common names of a configuration."""
 _HARMLESS = {
     "dataclass", "no_grad", "inference_mode", "enable_grad", "cache", "lru_cache", "wraps", "contextmanager", "compile",
     "script", "final", "total_ordering",
 }  # fmt: skip
 """Decorators that only change the function they get. Any other decorator may keep the function and call it."""
-_Function = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
 _MEANT = {
     "training_step": "loss", "train_step": "loss", "compute_loss": "loss", "criterion": "loss", "loss_fn": "loss",
     "validation_step": "metrics", "test_step": "metrics", "eval_step": "metrics", "evaluate": "metrics",
@@ -51,48 +44,55 @@ _MEANT = {
 class Source:
     """The source of a task and of the modules that it imports, read once."""
 
-    def __init__(self, task: bytes, modules: Callable[[], list[bytes]], name: str, is_whole: bool = True) -> None:
+    def __init__(self, task: bytes, modules: Callable[[], list[bytes]], name: str) -> None:
         """
         Args:
             modules: reads the modules; called once, on first use.
             name: The module name of the task's file, as in imports of it.
-            is_whole: Whether these are all modules that the task imports.
         """
-        self._name, self._modules, self._is_whole = name, modules, is_whole
+        self._name, self._modules = name, modules
         self.task = _parse(task)
 
     @functools.cached_property
     def _others(self) -> list[ast.Module]:
         return [*map(_parse, self._modules())]
 
-    @property
-    def _all(self) -> list[ast.Module]:
-        return [self.task, *self._others]
+    @functools.cached_property
+    def _spelt(self) -> _Spelt:
+        nodes = [node for tree in (self.task, *self._others) for node in ast.walk(tree)]
+        spelt = _Spelt(names={node.value for node in nodes if isinstance(node, ast.Constant)})
+        ours = _NAMES | _parameters(nodes)
+        followed = {id(node.value): node for node in nodes if isinstance(node, ast.Attribute)}
+        for node in nodes:
+            if not isinstance(node, (ast.Name, ast.Attribute)) or not isinstance(node.ctx, ast.Load):
+                continue
+            after = followed.get(id(node))
+            if isinstance(node, ast.Attribute):
+                spelt.names.add(node.attr)
+                if after is not None:
+                    spelt.pairs.add((node.attr, after.attr))
+                else:
+                    (spelt.groups if _last(node.value) in ours else spelt.alike).add(node.attr)
+            spelt.hands_on |= after is None and _last(node) in ours
+        return spelt
 
     def reads(self, field: str) -> bool:
-        """Whether a field, GROUP.NAME, is read somewhere or may be read by unknown code, because the field's group or
-        the whole configuration is passed to it."""
+        """Whether a field, GROUP.NAME, is spelt out somewhere, perhaps in a branch that a check does not run."""
         group, _, rest = field.partition(".")
-        read = self._read
-        return (
-            not self._is_whole or read.is_all or group in read.groups or (group, rest.partition(".")[0]) in read.pairs
-        )
+        name, spelt = rest.partition(".")[0], self._spelt
+        is_loose = group == "task" or group in spelt.alike  # settings = config.task
+        return (group, name) in spelt.pairs or group in spelt.groups or (is_loose and name in spelt.names)
 
-    def mentions(self, name: str) -> bool:
-        """Whether an attribute of this name is read, or a string equals the name, anywhere."""
-        nodes = (node for tree in self._all for node in ast.walk(tree))
-        return any(
-            (isinstance(node, ast.Attribute) and node.attr == name)
-            or (isinstance(node, ast.Constant) and node.value == name)
-            for node in nodes
-        )
+    def may_read(self, field: str) -> bool:
+        """Whether a field may be read, as far as is known without running: `reads`, or any code gets the whole."""
+        return self._spelt.hands_on or self.reads(field)
 
     def binds(self, name: str) -> bool:
         """Whether the task's file binds this name by a function, a class, an assignment or an import."""
         return any(name in _bound(node) for node in _statements(self.task.body))
 
     def defaults(self) -> dict[str, Any]:
-        """Return the defaults that the file gives as plain values: in DEFAULTS, and in Settings as task.NAME."""
+        """Return the defaults that the file gives: in DEFAULTS, and in Settings as task.NAME; ... if computed."""
         found: dict[str, Any] = {}
         for node in _statements(self.task.body):
             pairs: list[tuple[Any, ast.expr | None]] = []
@@ -102,55 +102,11 @@ class Source:
             elif "DEFAULTS" in _bound(node) and isinstance(getattr(node, "value", None), ast.Dict):
                 pairs = [*zip(node.value.keys, node.value.values, strict=True)]  # type: ignore[attr-defined]
             for key, value in pairs:
-                with contextlib.suppress(ValueError):
-                    found[ast.literal_eval(key)] = ast.literal_eval(value)  # type: ignore[arg-type]
+                if isinstance(key, ast.Constant) and isinstance(key.value, str) and value is not None:
+                    found[key.value] = ...
+                    with contextlib.suppress(ValueError):
+                        found[key.value] = ast.literal_eval(value)
         return found
-
-    def keys_of(self, name: str) -> set[Any]:
-        """Return the constant keys of a dict literal in the task's file."""
-        values = (node.value for node in _statements(self.task.body) if name in _bound(node) and hasattr(node, "value"))
-        keys = (key for value in values if isinstance(value, ast.Dict) for key in value.keys)
-        return {key.value for key in keys if isinstance(key, ast.Constant)}
-
-    @functools.cached_property
-    def _read(self) -> _Read:
-        parents = {child: node for tree in self._all for node in ast.walk(tree) for child in ast.iter_child_nodes(node)}
-        known, ours, read = _Names(self._all), self._configurations(), _Read()
-        for node, parent in parents.items():
-            if isinstance(node, ast.Call) and any(_is_configuration(one, ours) for one in _arguments(node)):
-                read.is_all |= not known.has(node.func)
-            if not isinstance(node, ast.Attribute):
-                continue
-            if isinstance(node.value, ast.Attribute):
-                read.pairs.add((node.value.attr, node.attr))
-            if not _is_configuration(node.value, ours):
-                if not isinstance(node.value, (ast.Name, ast.Attribute)) and not isinstance(parent, ast.Attribute):
-                    read.groups.add(node.attr)  # make().optim
-                continue
-            read.is_all |= node.attr.startswith("__")
-            if isinstance(parent, ast.Call) and (name := _named_by_getattr(parent, node)):
-                read.pairs.add((node.attr, name))
-            elif not isinstance(parent, ast.Attribute):
-                read.groups.add(node.attr)
-        return read
-
-    def _configurations(self) -> set[str]:
-        """Return names of variables and attributes that hold the configuration, as given by the engine or passed on."""
-        nodes = [node for tree in self._all for node in ast.walk(tree)]
-        functions, values = _functions(nodes), list(_assigned(nodes))
-        found = set(_NAMES)
-        for name, arguments in ARGUMENTS.items():
-            if "config" in arguments:
-                place = arguments.split(", ").index("config")
-                found |= {names[place] for one in functions[name] if len(names := _parameters(one)) > place}
-        while True:
-            before = len(found)
-            found |= {_last(target) for target, value in values if _is_configuration(value, found)} - {""}
-            for call in (node for node in nodes if isinstance(node, ast.Call)):
-                for one in functions.get(_last(call.func), ()):
-                    found |= _handed_on(call, _parameters(one), found)
-            if len(found) == before:
-                return found
 
     def unused(self) -> dict[str, str]:
         """Return public functions, classes and dicts in capitals of the task's file that neither the task nor the
@@ -174,57 +130,24 @@ class Source:
 
 
 @dataclasses.dataclass
-class _Read:
-    """The parts of the configuration that are read."""
+class _Spelt:
+    """The attributes that a source reads."""
 
+    names: set[Any]
+    """All of them, and all constants: getattr(config.optim, "lr") names a field, too."""
     pairs: set[tuple[str, str]] = dataclasses.field(default_factory=set)
-    """Pairs of a group and a name."""
+    """Two in a row, as in config.optim.lr."""
     groups: set[str] = dataclasses.field(default_factory=set)
-    """Groups that are passed on as a whole."""
-    is_all: bool = False
-    """Whether the whole configuration is passed to unknown code."""
-
-
-@dataclasses.dataclass
-class _Names:
-    """Names of functions and classes whose code is in these files."""
-
-    trees: list[ast.Module]
-
-    def __post_init__(self) -> None:
-        nodes = [node for tree in self.trees for node in ast.walk(tree)]
-        self._names = {node.name for node in nodes if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))}
-        self._names -= {"__init__"}  # may be that of a foreign class, called by super()
-        for node in nodes:
-            if isinstance(node, ast.ClassDef) and any(getattr(one, "name", "") == "__init__" for one in node.body):
-                self._names.add(node.name)
-            elif isinstance(node, ast.Assign) and isinstance(node.value, ast.Lambda):
-                self._names |= {target.id for target in node.targets if isinstance(target, ast.Name)}
-
-    def has(self, function: ast.expr) -> bool:
-        """Whether a called function is one of them."""
-        return _last(function) in self._names
+    """Those of a configuration that no other attribute follows, as in make(config.optim)."""
+    alike: set[str] = dataclasses.field(default_factory=set)
+    """Those of anything else that no other attribute follows."""
+    hands_on: bool = False
+    """Whether the configuration is used as a whole, as in make(config)."""
 
 
 def of_task(file: Path, beside: Path) -> Source:
     """Return the source of a task's file and of the modules it imports, except installed packages."""
-    is_built_in = file.parent == Path(tasks.__file__).parent
-    return Source(file.read_bytes(), lambda: [] if is_built_in else imports.sources(file, beside), file.stem)
-
-
-def of_run(run: Run, task: Task, spec: Spec) -> Source:
-    """Return the source of a run's copy of its task and of its modules."""
-    kept = run.folder / MODULES
-
-    def modules() -> list[bytes]:
-        if not kept.is_file():
-            return []
-        with zipfile.ZipFile(kept) as packed:
-            return [packed.read(name) for name in packed.namelist() if name.endswith(".py")]
-
-    has_copies = kept.is_file() or not spec.task_imports
-    is_whole = has_copies and not any(path.endswith(".py") for path in spec.task_watched)
-    return Source(task.file.read_bytes(), modules, task.file.stem, is_whole)
+    return Source(file.read_bytes(), lambda: [] if is_built_in(file) else imports.sources(file, beside), file.stem)
 
 
 def kept(task: Task, given: Path, data: str) -> tuple[dict[str, str | bytes], dict[str, Any]]:
@@ -264,60 +187,20 @@ def _parse(text: bytes) -> ast.Module:
         return ast.Module([], [])
 
 
-def _functions(nodes: list[ast.AST]) -> dict[str, list[_Function]]:
-    """Return all functions by name; for a class its __init__."""
-    found: dict[str, list[_Function]] = defaultdict(list)
-    for node in nodes:
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-            found[node.name].append(node)
-        elif isinstance(node, ast.ClassDef):
-            made = (one for one in node.body if isinstance(one, ast.FunctionDef) and one.name == "__init__")
-            found[node.name] += made
-    for target, value in _assigned(nodes):
-        if isinstance(value, ast.Lambda):
-            found[_last(target)].append(value)
-    return found
-
-
-def _assigned(nodes: list[ast.AST]) -> Iterator[tuple[ast.expr, ast.expr]]:
-    """Yield pairs of a target and the value assigned to it."""
-    for node in nodes:
-        if isinstance(node, ast.Assign):
-            yield from ((target, node.value) for target in node.targets)
-        elif isinstance(node, (ast.AnnAssign, ast.NamedExpr)) and node.value is not None:
-            yield node.target, node.value
-
-
 def _last(node: ast.expr) -> str:
     return node.id if isinstance(node, ast.Name) else node.attr if isinstance(node, ast.Attribute) else ""
 
 
-def _is_configuration(node: ast.AST, ours: set[str]) -> bool:
-    return isinstance(node, (ast.Name, ast.Attribute)) and _last(node) in ours
-
-
-def _arguments(call: ast.Call) -> list[ast.expr]:
-    plain = (one.value if isinstance(one, ast.Starred) else one for one in call.args)
-    return [*plain, *(one.value for one in call.keywords)]
-
-
-def _named_by_getattr(call: ast.Call, group: ast.expr) -> str:
-    """Return the name in getattr(config.optim, "lr"); '' for any other call."""
-    if _last(call.func) == "getattr" and len(call.args) > 1 and call.args[0] is group:
-        name = call.args[1]
-        return name.value if isinstance(name, ast.Constant) and isinstance(name.value, str) else ""
-    return ""
-
-
-def _parameters(function: _Function) -> list[str]:
-    names = [one.arg for one in (*function.args.posonlyargs, *function.args.args)]
-    return names[1:] if names[:1] in (["self"], ["cls"]) else names
-
-
-def _handed_on(call: ast.Call, parameters: list[str], ours: set[str]) -> set[str]:
-    """Return the names of the parameters that get the configuration in a call."""
-    found = {name for name, value in zip(parameters, call.args, strict=False) if _is_configuration(value, ours)}
-    return found | {one.arg for one in call.keywords if one.arg is not None and _is_configuration(one.value, ours)}
+def _parameters(nodes: list[ast.AST]) -> set[str]:
+    """Return the names that the engine's functions give to the configuration."""
+    places = {name: text.split(", ").index("config") for name, text in ARGUMENTS.items() if "config" in text}
+    found = set[str]()
+    for node in nodes:
+        function: Any = node.value if isinstance(node, ast.Assign) and isinstance(node.value, ast.Lambda) else node
+        names = {node.name} if isinstance(node, ast.FunctionDef) else _bound(node)
+        for name in names & places.keys() if isinstance(function, (ast.FunctionDef, ast.Lambda)) else ():
+            found |= {one.arg for one in [*function.args.posonlyargs, *function.args.args][places[name] :][:1]}
+    return found
 
 
 def _statements(body: list[ast.stmt]) -> Iterator[ast.stmt]:
@@ -332,7 +215,7 @@ def _statements(body: list[ast.stmt]) -> Iterator[ast.stmt]:
             yield from _statements(inner)
 
 
-def _bound(node: ast.stmt) -> set[str]:
+def _bound(node: ast.AST) -> set[str]:
     """Return the names that a statement of a module binds."""
     if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
         return {node.name}

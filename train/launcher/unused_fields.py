@@ -6,7 +6,7 @@ Fields set by a task's DEFAULTS or by the forked run are accepted.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from .. import config as configuration
 from ..config import Config, decays, strategies
 from ..errors import Refused
 from ..tasks import Task
-from .task_source import Source, of_task
+from .task_source import of_task
 
 _OPTIM, _GROUPS = ("optim.",), ("optim.no_decay", "optim.layer_decay")
 _INSTEAD = {
@@ -61,17 +61,13 @@ _OF_TASKS = ("data.root", "data.name")
 """Fields that only a task reads."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Asked:
-    """The fields that a request sets, and the source that may use them."""
-
-    source: Source
-    fields: dict[str, str]
-    """Maps a field to the text with which the user set it, for messages."""
+Reader = Callable[[str], bool]
+"""Returns whether a task reads a field."""
 
 
-def asked(source: Source, flags: Mapping[str, str], config_file: str | None = None, task: Task | None = None) -> Asked:
-    """Return the fields that flags set, and those that a config file sets to other values than the defaults.
+def asked(flags: Mapping[str, str], config_file: str | None = None, task: Task | None = None) -> dict[str, str]:
+    """Map the fields that flags set, and those that a config file sets to other values than the defaults, to the text
+    with which the user set them.
 
     Args:
         task: has the defaults.
@@ -88,82 +84,86 @@ def asked(source: Source, flags: Mapping[str, str], config_file: str | None = No
             is_whole = name in _NEEDS and not _lacks(name, below | given)
             if name not in fields and value != below.get(name) and not is_whole:
                 fields[name] = f"{name} = {value} in {config_file}"
-    return Asked(source, fields)
+    return fields
 
 
-def of_functions(functions: Iterable[str], source: Source, names: Iterable[str]) -> dict[str, str]:
+def of_functions(functions: Iterable[str], reads: Reader, names: Iterable[str]) -> dict[str, str]:
     """Return those of these fields that a task's functions replace, with the function."""
-    found = {}
-    for function in functions:
-        for name in names:
-            if name.startswith(_INSTEAD[function]) and not source.reads(name):
-                found[name] = function
-    return found
+    return {
+        name: function
+        for function in functions for name in names if name.startswith(_INSTEAD[function]) and not reads(name)
+    }  # fmt: skip
 
 
-def of_no_use(task: Task, source: Source) -> list[str]:
-    """Return the fields that have no effect in a run of this task, for listings."""
-    return sorted(of_functions(functions_of(task), source, configuration.fields()))
+def of_no_use(task: Task, config: Config, reads: Reader) -> list[str]:
+    """Return the fields that have no effect in a run of this task: a function replaces them, or only a task could read
+    them and this one does not."""
+    own = [name for name in configuration.to_flat(config) if name.startswith("task.")]
+    unread = [name for name in (*_OF_TASKS, *own) if not reads(name)]
+    return sorted([*of_functions(functions_of(task), reads, configuration.fields()), *unread])
 
 
 def functions_of(task: Task) -> list[str]:
+    """Return the functions of a task that replace config fields."""
     return [function for function in _INSTEAD if getattr(task, function) is not None]
 
 
-def check_functions(functions: Iterable[str], file: Path, asked: Asked) -> None:
+def check_functions(functions: Iterable[str], file: Path, reads: Reader, asked: Mapping[str, str]) -> None:
     """Check that a request sets no field that its task's functions replace.
 
     Raises:
         Refused: it does.
     """
-    for name, function in of_functions(functions, asked.source, asked.fields).items():
+    for name, function in of_functions(functions, reads, asked).items():
         raise Refused(
-            f"{function}() in {file} replaces {asked.fields[name]}; read config.{name} there, or leave out the field"
+            f"{function}() in {file} replaces {asked[name]}; read config.{name} there, or leave out the field"
         )
 
 
 def check_early(file: Path, flags: Mapping[str, str], config_file: str | None) -> None:
-    """Do `check_functions` for a task that is not imported.
+    """Do `check_functions` for a task that is not imported, as far as its source shows.
 
     Raises:
         Refused: as there, or its file cannot be read.
     """
     source = of_task(file, file.parent)
-    set_here = asked(source, flags, config_file)
-    own = source.keys_of("DEFAULTS")  # a config file may repeat a default
-    fields = {name: text for name, text in set_here.fields.items() if name in flags or name not in own}
-    functions = [function for function in _INSTEAD if source.binds(function)]
-    check_functions(functions, file, dataclasses.replace(set_here, fields=fields))
+    own = source.defaults()  # a config file may repeat a default
+    fields = {name: text for name, text in asked(flags, config_file).items() if name in flags or name not in own}
+    check_functions(filter(source.binds, _INSTEAD), file, source.may_read, fields)
 
 
-def check(task: Task, config: Config, asked: Asked) -> None:
-    """Check that every field that the request sets has an effect, given the task's functions and the other fields.
+def check_read(task: Task, config: Config, reads: Reader, asked: Mapping[str, str]) -> None:
+    """Check that every field that the request sets has an effect, given what the task's functions read.
 
     Raises:
         Refused: a field has none, or the task's DEFAULTS contradict its functions.
     """
-    check_functions(functions_of(task), task.file, asked)
+    check_functions(functions_of(task), task.file, reads, asked)
     known, flat = configuration.fields(), configuration.to_flat(config)
     changed = [name for name in flat if name not in _PLAIN and name in known and flat[name] != known[name].default]
-    for name, function in of_functions(functions_of(task), asked.source, changed).items():
+    for name, function in of_functions(functions_of(task), reads, changed).items():
         raise Refused(f"{function}() in {task.file} replaces --{name} {flat[name]}; leave out one of them")
-    check_used(task, config, asked)
+    for name, text in asked.items():
+        end = " of its Settings" if name.startswith("task.") else ""
+        is_off = name in known and not flat[name]
+        if (end or name in _OF_TASKS) and not is_off and not reads(name):
+            raise Refused(f"{text} has no effect, because {task.file} does not read config.{name}{end}; leave it out")
 
 
-def check_used(task: Task, config: Config, asked: Asked) -> None:
+def check(task: Task, config: Config, asked: Mapping[str, str]) -> None:
     """Check that every field that the request sets has an effect, given the other fields.
 
     Raises:
         Refused: a field has none.
     """
     known, flat = configuration.fields(), configuration.to_flat(config)
-    for name, text in asked.fields.items():
+    for name, text in asked.items():
         is_off = name in known and not flat[name]
-        if not is_off and (problem := _problem(name, task, flat, asked.source)):
+        if not is_off and (problem := _problem(name, task, flat)):
             raise Refused(f"{text} {problem}")
 
 
-def _problem(name: str, task: Task, flat: dict[str, Any], source: Source) -> str:
+def _problem(name: str, task: Task, flat: dict[str, Any]) -> str:
     """Return why a field has no effect; '' if it has one."""
     is_of_task = (
         (name == "init_skip" and task.pretrained is not None)
@@ -177,10 +177,6 @@ def _problem(name: str, task: Task, flat: dict[str, Any], source: Source) -> str
             return f"has no effect with --{other}; leave out one of them"
     if name == _OF_SCRIPTS:
         return "has no effect on a task, only on --script; leave it out"
-    if name in _OF_TASKS and not source.reads(name):
-        return f"has no effect, because {task.file} does not read config.{name}; leave it out"
-    if name.startswith("task.") and not (source.reads(name) or source.mentions(name.removeprefix("task."))):
-        return f"has no effect, because {task.file} does not read config.{name} of its Settings; leave it out"
     return ""
 
 
@@ -196,14 +192,14 @@ def _lacks(name: str, flat: Mapping[str, Any]) -> str:
     return missing
 
 
-def check_evaluation(task: Task, config: Config, eval_sets: Mapping[str, Any], asked: Asked) -> None:
+def check_evaluation(task: Task, config: Config, eval_sets: Mapping[str, Any], asked: Mapping[str, str]) -> None:
     """Check that a request sets no field of evaluations if there is no evaluation set.
 
     Raises:
         Refused: it does.
     """
     flat = configuration.to_flat(config)
-    for name, text in asked.fields.items():
+    for name, text in asked.items():
         if name.startswith("eval.") and flat[name] and not eval_sets:
             why = f"datasets() in {task.file} returns None for the evaluation set"
             raise Refused(f"{text} has no effect, because {why}; leave it out")

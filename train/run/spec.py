@@ -90,7 +90,7 @@ class Spec:
     sampler: str
     """The function of the task that orders the samples: order, weights or lengths; '': none, every sample once."""
     unused_fields: tuple[str, ...]
-    """Fields that functions of the task replace, so that their values have no effect."""
+    """Fields whose values have no effect: functions of the task replace them, or the task does not read them."""
     warnings: tuple[str, ...]
     """Warnings of the launch or the last resume, for the log of each attempt."""
 
@@ -130,7 +130,11 @@ class Spec:
     @property
     def used_config(self) -> dict[str, Any]:
         """The configuration without the fields whose values have no effect."""
-        return {name: value for name, value in self.config.items() if name not in self.unused_fields}
+        return {name: value for name, value in self.config.items() if self.has_effect(name)}
+
+    def has_effect(self, field: str) -> bool:
+        """Whether the value of a field has an effect, as far as the launch has found out."""
+        return field not in self.unused_fields
 
 
 _REASON = "_reason"

@@ -104,12 +104,17 @@ class Task:
 
     @property
     def is_built_in(self) -> bool:
-        return self.file.parent == Path(__file__).parent
+        return is_built_in(self.file)
 
     @property
     def can_evaluate(self) -> bool:
         """Whether it has a loss or a metric to evaluate."""
         return self.loss is not None or self.metrics is not None or self.compute_metrics is not None
+
+
+def is_built_in(file: Path) -> bool:
+    """Whether this is the file of a built-in task."""
+    return file.parent == Path(__file__).parent
 
 
 def locate(name: str) -> Path:
@@ -165,7 +170,7 @@ def load(
     """
     path = file or locate(name)
     places, source = [*map(str, beside or [path.parent])], path.read_bytes() if source is None else source
-    if path.parent == Path(__file__).parent:
+    if is_built_in(path):
         module: Any = importlib.import_module(f".{path.stem}", __name__)
     else:
         if sys.path[: len(places)] != places:  # they may be there already, behind what is installed

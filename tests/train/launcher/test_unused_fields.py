@@ -38,6 +38,19 @@ def updates(model, config):
     return {"a": {"loss": lambda m, b: m(b[0]).square().mean(), "optimizer": torch.optim.SGD(model.parameters(), 1e-3)}}
 """
 READS = OPTIMIZER.replace("1e-3", "config.optim.lr")
+BRANCH = """
+def optimizer(model, config):
+    if config.optim.name == "sgd":
+        return torch.optim.SGD(model.parameters(), config.optim.lr, momentum=config.optim.momentum)
+    return torch.optim.AdamW(model.parameters(), config.optim.lr)
+"""
+KEEPS = """
+class Net(nn.Linear):
+    def __init__(self, config):
+        super().__init__(5, 1)
+        self.settings = config
+def model(config): return Net(config)
+"""
 SCHEDULE = "def schedule(step, total_steps, config): return 1.0\n"
 
 
@@ -52,6 +65,9 @@ SCHEDULE = "def schedule(step, total_steps, config): return 1.0\n"
         (READS, {"optim.momentum": "0.5"}, "--optim.momentum 0.5"),
         (READS, {"optim.lr": "0.5"}, ""),
         (OPTIMIZER.replace("lr=1e-3", "1e-3, momentum=config.optim.momentum"), {"optim.momentum": "0.5"}, ""),
+        (BRANCH, {"optim.momentum": "0.5"}, ""),  # a sweep over optim.name
+        (OPTIMIZER.replace("1e-3", "[*vars(config.optim).values()][1]"), {"optim.weight_decay": "0"}, ""),
+        (OPTIMIZER + KEEPS, {"optim.lr": "0.5"}, ""),  # its forward may read the field
         ("", {"optim.momentum": "0.9"}, "without --optim.name sgd; other optimizers take --optim.args.betas '[0.9"),
         (UPDATES, {"optim.lr": "0.5"}, "updates() in {} replaces --optim.lr 0.5"),
         (OPTIMIZER, {"schedule.decay": "linear", "clip_grad_norm": "1"}, ""),
