@@ -25,11 +25,11 @@ from ..parallel import choose
 from ..parallel.precision import Precision
 from ..parallel.torch_private import without_compiler
 from ..parallel.wrap_units import recompute, wrapped
+from ..run import provenance
 from ..run.record import Record
 from ..run.run_folder import Run
 from ..run.spec import Spec
 from ..tasks import Task
-from . import provenance
 from .request import ALONE, Plan, Request
 from .task_source import Source
 from .unused_fields import Reader, of_no_use
@@ -105,8 +105,8 @@ class Case:
         """Return the plan of a new run or a fork that has passed every check."""
         facts = {
             "total_steps": self.total, "samples": self.cut.length, "sampler": self.task.sampler,
-            "git_revision": provenance.git_revision(), "versions": provenance.versions(self.cards),
             "unused_fields": of_no_use(self.task, self.config, self.reads), "warnings": self.warnings,
+            **provenance.facts(self.cards),
         }  # fmt: skip
         return Plan(
             files=self.files | {"config.toml": configuration.to_toml(self.config)}, record=self.record | facts,

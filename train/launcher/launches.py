@@ -18,7 +18,7 @@ from typing import Any
 from .. import breakpoints, caches, doing, hash_seed, programs, variables
 from ..errors import Refused
 from ..gpus import VISIBLE, seen_here
-from ..run import environment, folders, states
+from ..run import environment, folders, provenance, states
 from ..run.record import Record
 from ..run.run_folder import Lock, Run
 from ..signals import KEEPER, USER
@@ -115,7 +115,6 @@ class NewScript(_New):
 
     def check(self) -> Plan:
         from ..scripts import check, reader
-        from .provenance import versions
         from .ranks_and_gpus import choose
 
         ranks, visible = choose(self.nproc, self.gpus)
@@ -123,7 +122,7 @@ class NewScript(_New):
             self.script, module=self.module, arguments=self.arguments, on_restart=self.on_restart, flags=self.flags
         )
         reader.check(self.figures)
-        record |= {"figures": self.figures, "versions": versions(seen_here())}
+        record |= {"figures": self.figures, **provenance.facts(seen_here())}
         return Plan(files={}, record=record, warnings=warnings, ranks=ranks, visible=visible)
 
     def open(self, environ: Mapping[str, str]) -> OpenedRun:
@@ -156,7 +155,6 @@ class Fork(_New):
     def check(self) -> Plan:
         from ..code import imports
         from ..scripts import check
-        from . import provenance
         from .ranks_and_gpus import choose
 
         ranks, visible = choose(self.nproc, self.gpus)
@@ -165,7 +163,7 @@ class Fork(_New):
             made, copies, warnings = check.check_fork(
                 source, self.step, arguments=self.arguments, on_restart=self.on_restart, flags=self.flags
             )
-            made |= {"versions": provenance.versions(seen_here()), "git_revision": provenance.git_revision()}
+            made |= provenance.facts(seen_here())
             return Plan(files={}, record=made, copies=copies, warnings=warnings, ranks=ranks, visible=visible)
         from .fork import prepare_fork
 

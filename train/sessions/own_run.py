@@ -13,10 +13,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from .. import programs, screen
+from .. import gpus, programs, screen
 from ..code import imports
 from ..errors import Refused
-from ..run import environment, folders, states
+from ..run import environment, folders, provenance, states
 from ..run.outcome import Kind, Outcome
 from ..run.run_folder import Lock, Run
 from ..run.spec import read_spec
@@ -103,6 +103,7 @@ def _open(program: Mapping[str, Any], ranks: int) -> tuple[Run, Lock]:
             **program,
             "nproc": ranks,
             "command_line": environment.shown(["python", *sys.argv]),
+            **provenance.facts(gpus.seen_here()),
             **({"torchelastic": job} if job else {}),
         }
         saved = environment.keep(os.environ, imports.python_files(record))

@@ -20,7 +20,7 @@ from train.build import cores
 from train.config import Config
 from train.errors import Refused
 from train.gpus import Card
-from train.launcher import checks, provenance
+from train.launcher import checks
 from train.launcher.foreground import shape
 from train.launcher.request import Plan, Request
 from train.parallel.devices import (
@@ -34,7 +34,7 @@ from train.parallel.devices import (
 from train.parallel.precision import Precision
 from train.parallel.rank_env import RankEnv
 from train.parallel.torch_private import limit_compile_threads
-from train.run import ownership
+from train.run import ownership, provenance
 from train.run.outcome import Kind, Outcome, read_all
 from train.supervise.decide import Facts, LaunchMode, decide
 from train.trainer.evaluate import evaluate_run

@@ -6,8 +6,18 @@ import contextlib
 import platform
 import subprocess
 from collections.abc import Sequence
+from typing import Any
 
 from .. import __version__, gpus
+
+
+def facts(found: Sequence[gpus.Card] = ()) -> dict[str, Any]:
+    """Return the fields of run.json that say what made a run.
+
+    Args:
+        found: The GPUs.
+    """
+    return {"versions": versions(found), "git_revision": git_revision()}
 
 
 def versions(found: Sequence[gpus.Card] = ()) -> dict[str, str]:
