@@ -21,14 +21,11 @@ _INSTEAD = {
     "updates": _OPTIM,
     "optimizer": _OPTIM,
     "param_groups": _GROUPS,
+    # where a task's own schedule() begins and ends is for the fields to say
     "schedule": (
         "schedule.warmup",
         "schedule.decay",
-        "schedule.min_factor",
-        "schedule.step_epochs",
-        "schedule.gamma",
-        "schedule.metric",
-        "schedule.patience",
+        *(f"schedule.{one}" for one in decays.fields() if one != "total_epochs"),
     ),
 }
 """Maps a task function to the prefixes of the config fields it replaces, unless the task reads them itself."""
