@@ -183,9 +183,9 @@ def test_a_run_starts_with_the_weights_of_a_checkpoint_that_refers_to_the_file(a
 def test_the_average_of_frozen_weights_is_left_out_too(adapted: Any) -> None:
     flags = FLAGS | {"ema__decay": 0.9}
     adapted.run("frozen-averaged", task=TASK, **flags)
-    adapted.run("averaged-killed", task=TASK, fault="save.published@0:3", **flags)
-    adapted.resume("averaged-killed")
-    assert adapted.outcome("averaged-killed") == adapted.outcome("frozen-averaged")
+    adapted.run("frozen-averaged-killed", task=TASK, fault="save.published@0:3", **flags)
+    adapted.resume("frozen-averaged-killed")
+    assert adapted.outcome("frozen-averaged-killed") == adapted.outcome("frozen-averaged")
     assert size_of(adapted.station.run("frozen-averaged").checkpoint(10)) < 70_000
 
 

@@ -99,9 +99,9 @@ def test_a_fork_continues_from_a_checkpoint_with_other_arguments(lent: Station) 
     ],
 )
 def test_a_wrong_fork_is_one_line(lent: Station, asked: list[str], said: str) -> None:
-    refused = lent("fork", "lent1", "--name", "wrong", *asked)
+    refused = lent("fork", "lent1", "--name", "never", *asked)
     assert refused.returncode == 2 and said in refused.stderr and refused.stderr.count("\n") == 1
-    assert not lent.run("wrong").folder.exists()
+    assert not lent.run("never").folder.exists()
 
 
 def test_an_archive_of_a_session_names_the_files_that_it_lacks(lent: Station) -> None:

@@ -102,6 +102,6 @@ def test_a_task_without_an_evaluation_set_is_evaluated_and_named_sets_keep_their
     engine.run("made-up", 1, **flags | {"task__evaluation": 0})
     assert engine.evaluations("made-up")[0].keys() == {"loss", "accuracy"}
     with pytest.raises(Refused, match=r"--overfit.*--init made-up@2"):
-        engine.fork("made-up", "more", 2, steps=4, overfit=5)
+        engine.fork("made-up", "never-more", 2, steps=4, overfit=5)
     with pytest.raises(Refused, match="overfit"):
         engine.resume("made-up", overfit=5)
