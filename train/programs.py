@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .code import imports
+from .code import changes
 from .errors import EXIT_REFUSED, Refused
 from .format import ended
 from .run import spec as specs
@@ -217,7 +217,7 @@ class Program(abc.ABC):
 
     def new_code(self, spec: Spec, name: str) -> str:
         """Return the command that runs changed code after a failure; '' if a resume already does."""
-        return imports.fork_with(name, spec.task_source) if spec.task_source else ""
+        return changes.fork_with(name, spec.task_source) if spec.task_source else ""
 
     def on_restart(self, spec: Spec) -> str:
         """Return how a restart continues, if that differs from run to run; else ''."""

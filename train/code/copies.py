@@ -20,7 +20,7 @@ from ..run.owner import TrustedRun
 from ..run.ownership import MODULES
 from ..run.run_folder import Run
 from ..run.spec import Spec
-from . import imports
+from . import changes, imports
 
 _LEVELS = 4
 """Number of folders, from the task's upwards, that the folder of copies links: `Path(__file__).parents[1] / "data"`."""
@@ -53,7 +53,7 @@ def of_run(run: TrustedRun, spec: Spec) -> Code:
     """
     source = Path(spec.task_source)
     beside = [source.parent] if source.parent.is_dir() else []
-    differ = imports.differing(spec.task_imports)
+    differ = changes.differing(spec.task_imports)
     has_copies = (run.folder / MODULES).is_file()
     if has_copies and not differ:
         _hook(_Edited(run.code(MODULES)))
@@ -159,7 +159,7 @@ class _Edited:
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         """Implement Python's interface."""
         file, source, digest = self._kept.get(name, (Path(), b"", ""))
-        if not digest or imports.digest(file) == digest:
+        if not digest or changes.digest(file) == digest:
             return None
         inside = [str(file.parent)] if file.name == "__init__.py" else None
         loader = _Source(name, str(file), source)

@@ -1,9 +1,9 @@
-"""Finds the files that a task or script imports and reads, copies them into the run, and notices changes.
+"""Finds the files that a task or script imports and reads, and copies them into the run.
 
 A run of a task keeps copies of the modules that its task imports from folders that people edit: beside the task, on
 PYTHONPATH, and in libraries under development (`pip install -e`). It also keeps the small files that the task reads
-beside itself. When the digest of an original changes, the copies are used. Of other files the run keeps only the
-digests, and warns when they change. A run of a script has no copies.
+beside itself. When the digest of an original changes, the copies are used (changes.py). Of other files the run keeps
+only the digests, and warns when they change. A run of a script has no copies.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import hashlib
 import importlib.util
 import io
 import os
-import shlex
 import sys
 import sysconfig
 import time
@@ -27,8 +26,8 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from ..run.ownership import MODULES
-from ..run.run_folder import Run
-from ..run.spec import Spec
+from ..tasks import Task
+from .changes import SUFFIXES, digest
 
 _MOST = 500
 """Maximum number of files to copy of a library."""
@@ -38,7 +37,6 @@ _MOST_DATA = 100
 """Maximum number of files to keep that a task reads. A task that reads more has a dataset there."""
 _LARGEST_DATA = 8 * 2**20
 """Maximum number of bytes of those files."""
-_SUFFIXES = ("/__init__.py", ".py", *EXTENSION_SUFFIXES)
 _INSTALLED = {"site-packages", "dist-packages"}
 
 
@@ -118,7 +116,7 @@ def read(program: Path, beside: Path, data: str = "") -> Needed:
             found.setdefault(name, path)
     size, copied, watched = 0, dict[str, tuple[Path, bytes]](), dict[str, str]()
     for name, path in found.items():
-        is_data = not name.endswith(_SUFFIXES)
+        is_data = not name.endswith(SUFFIXES)
         size += _size(path) if is_data else 0
         if top(name) in other or (is_data and size > _LARGEST_DATA):
             watched[str(path)] = digest(path)
@@ -203,7 +201,7 @@ def _files(module: str, folders: Iterable[Path]) -> dict[str, Path]:
         found: dict[str, Path] = {}
         for depth in range(len(parts)):
             stem, name = place.joinpath(*parts[1 : depth + 1]), "/".join(parts[: depth + 1])
-            found |= {name + end: Path(f"{stem}{end}") for end in _SUFFIXES if os.path.isfile(f"{stem}{end}")}  # noqa: PTH113 # a name of any length
+            found |= {name + end: Path(f"{stem}{end}") for end in SUFFIXES if os.path.isfile(f"{stem}{end}")}  # noqa: PTH113 # a name of any length
         if found:
             return {} if any(map(_is_installed, found.values())) else found
     return {}
@@ -223,7 +221,7 @@ def _places(top: str) -> tuple[Path, ...]:
         places = [Path(place).absolute() for place in spec.submodule_search_locations]
         return tuple(place for place in places if place.is_dir() and not _is_installed(place))
     origin = spec.origin or ""
-    stem = next((origin.removesuffix(end) for end in _SUFFIXES if origin.endswith(end)), "")
+    stem = next((origin.removesuffix(end) for end in SUFFIXES if origin.endswith(end)), "")
     return () if not stem or _is_installed(Path(origin)) else (Path(stem),)
 
 
@@ -231,10 +229,10 @@ def _loaded() -> Iterator[tuple[str, str, Path]]:
     """Yield the loaded modules under development: Python's name, the name in the copy, and the path."""
     for module, loaded in list(sys.modules.items()):
         origin = getattr(getattr(loaded, "__spec__", None), "origin", None)
-        if not isinstance(origin, str) or not origin.endswith(_SUFFIXES) or "/site-packages/" in origin:
+        if not isinstance(origin, str) or not origin.endswith(SUFFIXES) or "/site-packages/" in origin:
             continue
         if not _is_installed(Path(origin)):
-            end = next(end for end in _SUFFIXES if origin.endswith(end))
+            end = next(end for end in SUFFIXES if origin.endswith(end))
             yield module, module.replace(".", "/") + end, Path(origin)
 
 
@@ -301,53 +299,28 @@ def of_script(path: Path) -> dict[str, str]:
     return {str(path): digest(path)} | needed["task_imports"] | needed["task_watched"]
 
 
+def kept(task: Task, given: Path, data: str) -> tuple[dict[str, str | bytes], dict[str, Any]]:
+    """Return the files and the fields of run.json with which a new run keeps the code of its task.
+
+    Call it when the task has built everything, because it looks at the modules that this process has loaded.
+
+    Args:
+        given: The file that the user named. Modules are found beside it.
+        data: The folder of the datasets, from which nothing is kept.
+    """
+    source = None if task.is_built_in else given.absolute()
+    needed = Needed({}, {}) if source is None else read(task.file, source.parent, data)
+    record = {
+        "task": task.name if source is None else "task.py",
+        "task_source": str(source) if source else None,
+        "task_sha256": task.sha256,
+        **needed.record(),
+    }
+    return ({} if source is None else {"task.py": task.file.read_bytes(), **needed.files()}), record
+
+
 def python_files(record: Mapping[str, Any]) -> list[Path]:
     """Return the Python files of a run's task or script, as they lay at the launch."""
     program = [path for path in (record.get("task_source"), record.get("script")) if path]
     beside = [*record.get("task_imports", ()), *record.get("task_watched", ()), *record.get("script_files", ())]
     return [Path(path) for path in {**dict.fromkeys(program), **dict.fromkeys(beside)} if path.endswith(".py")]
-
-
-def edited(run: Run, spec: Spec) -> list[str]:
-    """Return lines about files of a run's task that have changed since the launch, and how to use the new version."""
-    lines = []
-    source = spec.task_source
-    own = f"its own copy; to use the new version: {fork_with(run.name, source)}"
-    if source and digest(Path(source)) not in ("", spec.task_sha256):
-        lines.append(f"{source} has changed since the launch; {run.name} continues with {own}")
-    kept = own if (run.folder / MODULES).is_file() else "the new version"
-    for known, which in ((spec.task_imports, kept), (spec.task_watched, "the new version")):
-        found = differing(known)
-        modules = [path for path in found if path.endswith(_SUFFIXES)]
-        for verb, paths in (("imported", modules), ("read", [path for path in found if path not in modules])):
-            if paths:
-                what = f"{_listed(paths)} ({verb} by the task) changed since the launch or is gone"
-                lines.append(f"{what}; {run.name} continues with {which}")
-    return lines
-
-
-def fork_with(name: str, source: str) -> str:
-    """Return the command that continues a run with the present version of its task's file."""
-    return f"train fork {shlex.quote(name)} --name NEW --task {shlex.quote(source)}"
-
-
-def changed(known: Mapping[str, str] | None) -> str:
-    """Return which of these files have changed, as the start of a sentence; '' if none has."""
-    return _listed(differing(known))
-
-
-def _listed(paths: list[str]) -> str:
-    more = f" and {len(paths) - 3} more" if len(paths) > 3 else ""
-    return f"{', '.join(paths[:3])}{more}"
-
-
-def differing(known: Mapping[str, str] | None) -> list[str]:
-    """Return the paths of the files that have changed."""
-    return [path for path, before in (known or {}).items() if digest(Path(path)) != before]
-
-
-def digest(path: Path) -> str:
-    """Return the SHA-256 of a file; '' if it cannot be read."""
-    with contextlib.suppress(OSError):
-        return hashlib.sha256(path.read_bytes()).hexdigest()
-    return ""

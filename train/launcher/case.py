@@ -16,6 +16,7 @@ from .. import gpus
 from ..build import initial_weights, objects, sampling
 from ..build.objects import make_objects
 from ..build.updates import read_updates
+from ..code.source import Source
 from ..config import Config, strategies
 from ..data import threads
 from ..data.plan import Plan as EpochPlan
@@ -31,7 +32,6 @@ from ..run.run_folder import Run
 from ..run.spec import Spec
 from ..tasks import Task
 from .request import ALONE, Plan, Request
-from .task_source import Source
 from .unused_fields import Reader, of_no_use
 
 

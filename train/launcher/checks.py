@@ -21,7 +21,9 @@ from .. import config as configuration
 from .. import doing, gpus
 from ..build import cores, initial_weights, objects, schedule
 from ..build.reads import recording
-from ..code import imports
+from ..code import changes
+from ..code.imports import kept
+from ..code.source import of_task, unused_warning
 from ..config import Config, decays, strategies
 from ..data import fingerprint, probe
 from ..data.fetch import EVALUATION, TRAINING, is_indexed_at_once
@@ -47,7 +49,6 @@ from . import (
 from .batches import check_ranks, cut_batch
 from .case import Case, Kind
 from .request import ALONE, Plan, Request, resolve, scratch_run_dir, set_by_user
-from .task_source import kept, of_task, unused_warning
 from .unused_fields import asked
 
 _CODE = ("task.py", MODULES)
@@ -270,7 +271,7 @@ def _read(case: Case) -> None:
 
 
 def _edited(case: Case) -> list[str]:
-    return imports.edited(case.of.run, case.of.spec) if case.given is None else []
+    return changes.edited(case.of.run, case.of.spec) if case.given is None else []
 
 
 def _choose_workers(case: Case) -> None:

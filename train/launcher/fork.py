@@ -12,6 +12,7 @@ from typing import Any
 
 from .. import config as configuration
 from ..build.objects import config_of, task_of
+from ..code.source import Source, of_task
 from ..config import Config
 from ..config.resolve import check_lasts
 from ..errors import Refused
@@ -23,7 +24,6 @@ from ..tasks import load as load_task
 from . import checks
 from .case import Case, Kind, Past
 from .request import Plan, scratch_run_dir, set_by_user
-from .task_source import Source, of_task
 from .unused_fields import asked
 
 

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from .. import config as configuration
+from ..code.source import of_task
 from ..config import Config, decays, strategies
 from ..errors import Refused
 from ..tasks import Task
-from .task_source import of_task
 
 _OPTIM, _GROUPS = ("optim.",), ("optim.no_decay", "optim.layer_decay")
 _INSTEAD = {

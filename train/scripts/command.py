@@ -12,7 +12,7 @@ import shlex
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from ..code import imports
+from ..code import changes
 from ..errors import Refused
 from ..run.record import Attempt
 from ..run.run_folder import seconds_of
@@ -130,7 +130,7 @@ class Starts:
 
 def edited(spec: Spec, name: str) -> list[str]:
     """Return a warning if the script's files, which a start runs as they are now, have changed since the launch."""
-    changed = imports.changed(spec.script_files)
+    changed = changes.changed(spec.script_files)
     return [f"{changed} changed since {name} was launched; the new version runs"] if changed else []
 
 

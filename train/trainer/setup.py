@@ -25,7 +25,7 @@ from ..checkpoint.newest import ResumeState
 from ..checkpoint.save import Saver
 from ..checkpoint.snapshot import Parts, Snapshots
 from ..checkpoint.state_dict import TrainState
-from ..code import imports
+from ..code import changes
 from ..config import Config, strategies
 from ..data.loader import Loader
 from ..data.plan import Plan, Sharing
@@ -312,7 +312,7 @@ def _announce(job: Job, spec: Spec, attempt: int, mark: str) -> None:
     run, plan, config, world = job.run, job.data.plan, job.config, job.world
     assert config.cpu_threads is not None
     line = metrics.last_training(run)
-    edited = imports.edited(run, spec)
+    edited = changes.edited(run, spec)
     run.note_ready(
         step, mark, edited, epoch=plan.epoch_of(step), total_steps=job.total_steps, samples=plan.length,
         device=str(world.device.type), data_wait="", loss=line.get("loss") if line is not None else None,

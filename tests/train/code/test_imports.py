@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.train.conftest import Station
-from train.code import copies, imports
+from train.code import changes, copies, imports
 from train.run import folders
 from train.run.owner import TrustedRun
 from train.run.run_folder import Run
@@ -138,9 +138,9 @@ def test_of_a_library_with_compiled_parts_or_too_much_code_there_are_digests_alo
     assert needed.copied.keys() == {"helper.py"} and {str(compiled), str(deep)} <= needed.watched.keys()
     launched = spec_of({"task_watched": needed.watched}, {})
     run = Run(here)
-    assert imports.edited(run, launched) == []
+    assert changes.edited(run, launched) == []
     compiled.write_bytes(b"built again")
-    (said,) = imports.edited(run, launched)
+    (said,) = changes.edited(run, launched)
     assert said.startswith(f"{compiled} (imported") and said.endswith("continues with the new version")
 
 

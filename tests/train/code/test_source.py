@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.tasks import TASKS
-from train.launcher.task_source import Source, of_task
+from train.code.source import Source, of_task
 
 ROOT = Path(__file__).parents[3]
 PLAIN = """

@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from ..code import imports
-from ..tasks import ARGUMENTS, Task, is_built_in
+from ..tasks import ARGUMENTS, is_built_in
+from . import imports
 
 _NAMES = {"config", "cfg", "conf"}
 """Common names of a configuration."""
@@ -148,26 +148,6 @@ class _Spelt:
 def of_task(file: Path, beside: Path) -> Source:
     """Return the source of a task's file and of the modules it imports, except installed packages."""
     return Source(file.read_bytes(), lambda: [] if is_built_in(file) else imports.sources(file, beside), file.stem)
-
-
-def kept(task: Task, given: Path, data: str) -> tuple[dict[str, str | bytes], dict[str, Any]]:
-    """Return the files and the fields of run.json with which a new run keeps the code of its task.
-
-    Call it when the task has built everything, because it looks at the modules that this process has loaded.
-
-    Args:
-        given: The file that the user named. Modules are found beside it.
-        data: The folder of the datasets, from which nothing is kept.
-    """
-    source = None if task.is_built_in else given.absolute()
-    needed = imports.Needed({}, {}) if source is None else imports.read(task.file, source.parent, data)
-    record = {
-        "task": task.name if source is None else "task.py",
-        "task_source": str(source) if source else None,
-        "task_sha256": task.sha256,
-        **needed.record(),
-    }
-    return ({} if source is None else {"task.py": task.file.read_bytes(), **needed.files()}), record
 
 
 def unused_warning(source: Source, file: Path) -> list[str]:
