@@ -23,6 +23,8 @@ _IN_THIS_PROCESS = (*_COMPUTING, "bench", "plot", "report")
 """Commands that import libraries with caches into this process."""
 _DETACHED = ("launch", "resume")
 """Commands that start an agent in tmux (train/launcher/agent.py)."""
+_OF_SCRIPTS = ("--script", "--module")
+"""Options of programs whose ranks import torch themselves."""
 _STARTING = (*_COMPUTING, *_DETACHED, "prove", "run", "submit")
 """Commands that start processes in the current folder. Libraries of torch crash if that folder is gone."""
 _LOOKING = ("ls", "show", "top", "exporter", "logs", "attach", "report", "plot", "doctor")
@@ -99,7 +101,7 @@ def _main(arguments: list[str]) -> int:
 
         parser_of(command).print_help()
         return EXIT_FINISHED
-    if command not in _DETACHED or "--script" in rest:
+    if command not in _DETACHED or any(word.startswith(_OF_SCRIPTS) for word in rest):
         return _carry_out(command, runs_first + rest, given)
     from .zygote.client import starting_early
 

@@ -138,12 +138,7 @@ def statuses(runs: Iterable[Run], tell: Tell) -> Iterator[tuple[Run, Record]]:
     answers: dict[tuple[str, str | None], _Jobs | None] = {}
     for run in runs:
         try:
-            record = run.read_effective(of_any_format=True)
-            if is_submitted(record) and record["state"] not in (states.FINISHED, states.FAILED):
-                at = record["submitted"]["engine"], record["submitted"].get("at")
-                if at not in answers:
-                    answers[at] = _answer(record, tell)
-                record = with_job_status(record, answers[at])
+            record = _status(run, answers, tell)
         except Refused as error:
             tell(str(error))
         else:
@@ -156,8 +151,18 @@ def status(run: Run, tell: Tell) -> Record:
     Raises:
         Refused: the record cannot be read.
     """
+    return _status(run, {}, tell)
+
+
+def _status(run: Run, answers: dict[Any, _Jobs | None], tell: Tell) -> Record:
+    """Return the same, with what engines have answered so far."""
     record = run.read_effective(of_any_format=True)
-    return next((found for _, found in statuses([run], tell)), record) if is_submitted(record) else record
+    if not is_submitted(record) or record["state"] in (states.FINISHED, states.FAILED):
+        return record
+    at = record["submitted"]["engine"], record["submitted"].get("at")
+    if at not in answers:
+        answers[at] = _answer(record, tell)
+    return with_job_status(record, answers[at])
 
 
 def _answer(record: Record, tell: Tell) -> _Jobs | None:
