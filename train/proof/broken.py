@@ -14,7 +14,6 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import psutil
 
@@ -164,12 +163,9 @@ class Breaker:
             time.sleep(_LOOK)
         return False
 
-    def _attempts_now(self) -> list[Any]:
-        return list(self.run.read()["attempts"])
-
     def _updates(self) -> int:
         """Return the updates that an attempt after the last break has made; 0: there is none yet."""
-        number = len(self._attempts_now())
+        number = len(self.run.attempts())
         return heartbeat.reached(self.run.logs(number)) if number > self._attempts else 0
 
     def _broken(self, one: Break) -> Broken:
@@ -178,7 +174,7 @@ class Breaker:
             self._reach_save(one.update)
         ranks = self._ranks()
         rank = min(one.rank, max(len(ranks) - 1, 0))
-        attempts = self._attempts_now()
+        attempts = self.run.attempts()
         made = Broken(one.kind, heartbeat.reached(self.run.logs(len(attempts))))
         self._attempts, began = len(attempts), time.monotonic()
         match one.kind:
@@ -202,7 +198,7 @@ class Breaker:
             wait(self.run)
             self._resume(made)
         if one.kind == moments.SAVE:  # the next attempt saves there again
-            while self.run.alive() and len(self._attempts_now()) == self._attempts:
+            while self.run.alive() and len(self.run.attempts()) == self._attempts:
                 time.sleep(_LOOK)
             made.is_in_save = not self.run.checkpoint(one.update).exists()
         self._come_back(made, began)
@@ -231,7 +227,7 @@ class Breaker:
     def _come_back(self, made: Broken, began: float) -> None:
         """Wait until the next attempt has made its first update, and note what the break cost."""
         while self.run.alive():
-            attempts = self._attempts_now()
+            attempts = self.run.attempts()
             if len(attempts) > self._attempts:
                 start = attempts[self._attempts]["from_step"] or 0
                 is_ready = attempts[self._attempts].get("ready")
@@ -239,7 +235,7 @@ class Breaker:
                     break
             time.sleep(_LOOK)
         made.back = time.monotonic() - began
-        attempts = self._attempts_now()
+        attempts = self.run.attempts()
         if len(attempts) > self._attempts:
             made.repeated = max(0, made.update - (attempts[self._attempts]["from_step"] or 0))
 
