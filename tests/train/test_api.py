@@ -130,7 +130,7 @@ def test_a_wrong_request_is_one_exception_with_the_line_of_the_command_line(
     assert error.__cause__ is None and error.__context__ is None
     assert error._render_traceback_() == [f"Refused: {error}"]
     if case != "group":  # its value cannot be typed
-        assert finished(*typed).stderr.splitlines()[-1] == f"train: {error}"
+        assert finished.here(*typed).stderr.splitlines()[-1] == f"train: {error}"
     else:
         assert str(error).startswith("unknown flag --optimizer; did you mean --optim")
     assert sorted(finished.runs.iterdir()) == before

@@ -63,7 +63,7 @@ LONG = "x" * 300
      ["run", "digits", "--seed", "1 " * 3000]],
 )  # fmt: skip
 def test_what_a_user_gives_is_not_echoed_whole(station: Station, arguments: list[str]) -> None:
-    refused = station(*arguments)
+    refused = station.here(*arguments)
     assert refused.returncode == 2 and refused.stderr.count("\n") == 1
     assert "xxxx…" in refused.stderr or "1 …" in refused.stderr or "1…" in refused.stderr, refused.stderr
     assert LONG not in refused.stderr and len(refused.stderr) < 1500

@@ -57,11 +57,18 @@ def test_a_pattern_for_nothing_or_for_all_is_refused() -> None:
         freeze(model(), "*")
 
 
+def weights_of(engine: Any, name: str, **flags: Any) -> list[dict[str, torch.Tensor]]:
+    """Of a run of eight steps on two ranks: after step 2, and at the end."""
+    record = engine.run(
+        name, 2, checkpoint__every_steps=2, checkpoint__keep=9, checkpoint__asynchronous="false", **flags
+    )
+    assert record["state"] == "finished", engine.said(name)
+    return [load_trained(*with_spec(engine.station.run(name)), step)[2].state_dict() for step in (2, 8)]
+
+
 def test_a_frozen_part_keeps_its_weights_and_statistics_through_training_and_evaluations(engine: Any) -> None:
-    flags = {"task__batchnorm": "true", "eval__every_epochs": 0.25}
-    for name, steps in (("frozen-1", 1), ("frozen-8", 8)):
-        assert engine.run(name, 2, freeze="enter,norm", steps=steps, **flags)["state"] == "finished"
-    first, last = engine.weights("frozen-1"), engine.weights("frozen-8")
+    flags = {"task__batchnorm": "true", "eval__every_epochs": 0.25, "steps": 8}
+    first, last = weights_of(engine, "frozen", freeze="enter,norm", **flags)
     same = {name for name in first if torch.equal(first[name], last[name])}
     assert same == {name for name in first if name.startswith(("enter", "norm"))} and len(same) == 7
 
@@ -70,9 +77,7 @@ def test_of_several_updates_none_thaws_what_is_frozen_and_each_has_something_to_
     flags = {"task": TASKS / "gan.py", "optim__lr": None, "optim__name": None}
     with pytest.raises(Refused, match="all parameters of g are frozen"):
         engine.run("never-frozen", freeze="g", **flags)
-    for name, steps in (("frozen-gan-1", 1), ("frozen-gan-6", 6)):
-        assert engine.run(name, 2, freeze="g.0.bias", steps=steps, **flags)["state"] == "finished", engine.said(name)
-    first, last = engine.weights("frozen-gan-1"), engine.weights("frozen-gan-6")
+    first, last = weights_of(engine, "frozen-gan", freeze="g.0.bias", steps=8, **flags)
     assert torch.equal(first["g.0.bias"], last["g.0.bias"])
     assert not torch.equal(first["g.0.weight"], last["g.0.weight"])
 

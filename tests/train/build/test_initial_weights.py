@@ -330,22 +330,21 @@ def test_a_task_names_its_weights_and_no_later_command_asks_for_them_before_a_ch
 def test_a_run_begins_with_the_weights_of_another_by_name(finished: Station, tmp_path: Path) -> None:
     # a learning rate that no bit of a float32 notices
     flags = ("--steps", 1, "--optim.lr", 1e-30, "--seed", 5, "--schedule.warmup_epochs", 0)
-    for name, init in (("by-step", "done@46"), ("by-name", "done")):
-        done = finished.ok("run", "digits", "--name", name, "--init", init, *flags)
-        assert "tensors loaded" in done.stderr
-        assert finished.record(name)["weights_sha256"] == finished.record("done")["weights_sha256"]
+    done = finished.ok("run", "digits", "--name", "by-name", "--init", "done", *flags)
+    assert "tensors loaded" in done.stderr
+    assert finished.record("by-name")["weights_sha256"] == finished.record("done")["weights_sha256"]
     for init, words in (
         ("dona@best", "no file and no run has this name"),
         ("done@", "no file and no run has this name"),
         ("done@45", "no checkpoint of step 45"),
     ):
-        done = finished("launch", "digits", "--name", "never", "--init", init)
+        done = finished.here("launch", "digits", "--name", "never", "--init", init)
         assert done.returncode == 2 and words in done.stderr and len(done.stderr.splitlines()) == 1
     (finished.folder / "done").touch()
-    done = finished("run", "digits", "--name", "never", "--init", "done")
+    done = finished.here("run", "digits", "--name", "never", "--init", "done")
     (finished.folder / "done").unlink()
     assert done.returncode == 2 and "both a file and a run have this name; give ./done" in done.stderr
-    done = finished("run", "digits", "--name", "never", "--init_skip", "7")
+    done = finished.here("run", "digits", "--name", "never", "--init_skip", "7")
     assert done.returncode == 2 and "--init_skip 7 has no effect without --init;" in done.stderr
     assert not (finished.runs / "never").exists()
     (tmp_path / "init.toml").write_text('init = "done@best"\n')

@@ -12,6 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.train.tiers import later
 from tests.train.training import OWN_OPTIMIZER, TASK
 from train.build.schedule import Planned, factors, rate_factors, rate_scale
 from train.config import Config, build
@@ -36,7 +37,7 @@ def test_the_peak_follows_the_scaling_rule(rule: str, batch: int, base: int, exp
     assert rate_scale(config(scaling=rule, batch_size=batch, base_batch_size=base)) == expected
 
 
-@pytest.mark.parametrize("decay", ["cosine", "linear", "wsd", "onecycle", "step", "constant", "own"])
+@pytest.mark.parametrize("decay", ["cosine", "own", "step", *later("linear", "wsd", "onecycle", "constant")])
 def test_a_change_of_length_that_moves_the_rate_is_said_with_both_rates(
     engine: Any, tmp_path: Path, decay: str
 ) -> None:

@@ -11,7 +11,6 @@ import torch
 from tests.tasks import TASKS
 from tests.train.specs import with_spec
 from tests.train.tiers import later
-from tests.train.training import assert_same_training
 from train.build.objects import make_model
 from train.errors import Refused
 from train.trainer.load import load_trained
@@ -73,19 +72,6 @@ def test_killed_and_resumed_it_ends_bit_for_bit_as_undisturbed(engine: Any, rank
     assert engine.outcome(killed) == engine.outcome(whole)
 
 
-def test_a_line_has_the_last_loss_of_an_update_that_no_line_has_said_yet_after_a_kill_too(engine: Any) -> None:
-    """Line 6 is to have that of step 4, which line 3 is too early for; the state of step 5 has it."""
-    flags = GAN | {"task__every": 4, "log__every_steps": 3, "checkpoint__every_steps": 5}
-    engine.run("gan-lines", 1, **flags)
-    assert engine.run("gan-lines-killed", 1, ["6 0 SIGKILL"], **flags)["step"] < 6
-    engine.resume("gan-lines-killed", 1)
-    assert engine.outcome("gan-lines-killed") == engine.outcome("gan-lines")
-    lines = {line["step"]: line for line in engine.lines("gan-lines") if "loss" in line}
-    assert [step for step, line in lines.items() if "loss.g" in line] == [6, 9, 10]
-    assert lines[9]["loss.g"] == lines[10]["loss.g"] != lines[6]["loss.g"]
-    assert all(line["loss"] == line["loss.d"] + line.get("loss.g", 0) for line in lines.values())
-
-
 def test_what_was_saved_before_an_update_was_ever_made_is_read_back(engine: Any) -> None:
     flags = GAN | {"checkpoint__every_steps": 1, "task__every": 4}
     engine.run("gan-late", 1, **flags)
@@ -104,12 +90,6 @@ def test_what_is_frozen_leaves_an_optimizer_with_a_state_from_the_start(engine: 
     engine.run("gan-frozen-stopped", 1, ["2 0 SIGTERM"], **flags)
     engine.resume("gan-frozen-stopped", 1)
     assert engine.outcome("gan-frozen-stopped") == engine.outcome("gan-frozen")
-
-
-def test_it_is_the_same_on_one_and_three_ranks(engine: Any) -> None:
-    for ranks in (1, 3):
-        engine.run(f"gan-on-{ranks}", ranks, precision="fp64", **GAN)
-    assert_same_training(engine, "gan-on-3", "gan-on-1")
 
 
 def test_in_order_it_ends_with_the_same_bits_on_any_number_of_ranks(engine: Any) -> None:

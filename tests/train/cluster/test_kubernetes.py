@@ -21,8 +21,8 @@ import yaml
 from tests.ports import free_port
 from tests.train.cluster.conftest import FIELDS, consumed
 from tests.train.cluster.published import faults
-from tests.train.commands.test_bad_input import command, refused
-from tests.train.conftest import PATIENCE, Station
+from tests.train.commands.test_bad_input import refused
+from tests.train.conftest import PATIENCE, Station, command
 from tests.waiting import eventually
 from train.run.run_folder import Run
 

@@ -34,7 +34,7 @@ pytestmark = pytest.mark.never_forgiven
     ],
 )
 def test_a_wrong_request(station: Station, arguments: tuple[object, ...], words: str) -> None:
-    done = station("launch", "digits", "--name", "a", *arguments)
+    done = station.here("launch", "digits", "--name", "a", *map(str, arguments))
     assert done.returncode == 2 and words in done.stderr and done.stderr.count("\n") == 1, done.stderr
     assert not station.runs.exists()
 

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.train import forks
-from tests.train.conftest import Station
+from tests.train.conftest import Station, command
 from tests.train.tiers import later
 from tests.waiting import eventually
-from train import cli
 from train.launcher import tmux
 from train.run.record import FORMAT
 
@@ -56,29 +52,6 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         if key.startswith("TORCHELASTIC") or key in ("RANK", "WORLD_SIZE"):
             monkeypatch.delenv(key)
     return tmp_path
-
-
-@contextlib.contextmanager
-def _unchanged_imports() -> Iterator[None]:
-    path, modules = list(sys.path), set(sys.modules)
-    try:
-        yield
-    finally:
-        sys.path[:] = path
-        for name in set(sys.modules) - modules:
-            if name.startswith("task_"):
-                del sys.modules[name]
-
-
-def command(*arguments: object) -> Answer:
-    """The command line in this process: honest where nothing is to be started, and quick."""
-    out, err = io.StringIO(), io.StringIO()
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), _unchanged_imports():
-        try:
-            cli.main([str(argument) for argument in arguments])
-        except SystemExit as end:
-            return int(end.code or 0), out.getvalue(), err.getvalue()
-    raise AssertionError("main returns by SystemExit only")
 
 
 def refused(answer: Answer, *words: str) -> str:

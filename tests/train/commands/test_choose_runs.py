@@ -41,7 +41,7 @@ def names(records: list[dict[str, Any]]) -> list[str]:
 
 
 def test_rm_takes_patterns_and_names_and_removes_each_once(runs: Path, station: Station) -> None:
-    done = station.ok("--runs", runs, "rm", "exp-*", "exp-1", "exp-?")
+    done = station.ok("rm", "exp-*", "exp-1", "exp-?")
     first, second, third = done.stderr.splitlines()
     assert first.startswith("removed exp-1: ") and first.split()[-1] in ("bytes", "KiB")
     assert second.startswith("removed exp-2: ") and third.startswith("removed exp-10: ")
@@ -50,7 +50,7 @@ def test_rm_takes_patterns_and_names_and_removes_each_once(runs: Path, station: 
 
 @pytest.mark.parametrize("given", [["exp-*", "zzz*"], ["exp-*", "nosuch"], ["../*"]])
 def test_a_pattern_that_matches_nothing_removes_nothing(runs: Path, station: Station, given: list[str]) -> None:
-    done = station("--runs", runs, "rm", *given)
+    done = station("rm", *given)
     assert done.returncode == 2 and done.stderr.count("\n") == 1 and "train ls" in done.stderr
     assert len(list(runs.iterdir())) == 4
 
@@ -58,11 +58,11 @@ def test_a_pattern_that_matches_nothing_removes_nothing(runs: Path, station: Sta
 def test_rm_removes_nothing_where_one_that_it_means_is_running(runs: Path, station: Station) -> None:
     lock = Run(runs / "exp-2").acquire()
     assert lock is not None
-    done = station("--runs", runs, "rm", "exp-*")
+    done = station("rm", "exp-*")
     assert done.returncode == 2 and "exp-2 is running; stop it first: train stop exp-2" in done.stderr
     assert len(list(runs.iterdir())) == 4
     lock.release()
-    station.ok("--runs", runs, "rm", "exp-*")
+    station.ok("rm", "exp-*")
     assert [path.name for path in runs.iterdir()] == ["other"]
 
 
@@ -73,8 +73,8 @@ def test_a_folder_whose_name_looks_like_a_pattern_is_meant_by_its_name(runs: Pat
 
 def test_ls_filters_sorts_and_limits(runs: Path, station: Station) -> None:
     def listed(*arguments: object) -> list[str]:
-        text = station.ok("--runs", runs, "ls", *arguments).stdout
-        found = names(json.loads(station.ok("--runs", runs, "ls", *arguments, "--json").stdout))
+        text = station.ok("ls", *arguments).stdout
+        found = names(json.loads(station.ok("ls", *arguments, "--json").stdout))
         assert [line.split()[0] for line in text.splitlines()[1:]] == found
         return found
 
@@ -88,9 +88,9 @@ def test_ls_filters_sorts_and_limits(runs: Path, station: Station) -> None:
     assert listed("--sort", "step", "--limit", 2) == ["exp-2", "other"]
     assert listed("--sort", "loss") == ["exp-2", "other", "exp-1", "exp-10"]
     assert listed("--sort", "loss", "--reverse") == ["exp-1", "other", "exp-2", "exp-10"]
-    assert json.loads(station.ok("--runs", runs, "ls", "--json", "zzz*").stdout) == []
+    assert json.loads(station.ok("ls", "--json", "zzz*").stdout) == []
     for wrong in (["--state", "stoped"], ["--sort", "size"], ["-n", 0], ["--limit", "all"], ["nosuch"]):
-        refused = station("--runs", runs, "ls", *wrong)
+        refused = station("ls", *wrong)
         assert refused.returncode == 2 and refused.stderr.count("\n") == 1, wrong
         assert str(wrong[-1]) in refused.stderr
 
@@ -102,7 +102,7 @@ def test_ls_shows_and_sorts_by_fields_and_figures(runs: Path, station: Station) 
             file.write(f"[optim]\nlr = {rate}\n")
 
     def listed(*arguments: str) -> list[str]:
-        return station.ok("--runs", runs, "ls", *arguments).stdout.splitlines()
+        return station.ok("ls", *arguments).stdout.splitlines()
 
     by_accuracy = listed("--columns", "name,optim.lr,accuracy,loss,step", "--sort", "accuracy", "--csv")
     assert by_accuracy == [
@@ -110,10 +110,10 @@ def test_ls_shows_and_sorts_by_fields_and_figures(runs: Path, station: Station) 
     ]  # fmt: skip
     assert [line.split()[0] for line in listed("--columns", "name", "--sort", "optim.lr")[1:3]] == ["exp-2", "exp-1"]
     assert listed("--columns", "name,val.f1", "exp-1")[1].split() == ["exp-1", "0.9"]
-    first = json.loads(station.ok("--runs", runs, "ls", "--json", "exp-1").stdout)[0]
+    first = json.loads(station.ok("ls", "--json", "exp-1").stdout)[0]
     assert first["config"] == {"checkpoint.best": "", "optim.lr": 0.1} and first["metrics"]["val.f1"] == 0.9
     for wrong, hint in (("optim.lrr", "optim.lr"), ("acuracy", "accuracy")):
-        refused = station("--runs", runs, "ls", "--columns", wrong)
+        refused = station("ls", "--columns", wrong)
         assert (
             refused.returncode == 2
             and f"--columns {wrong}: no run here has this column; did you mean {hint}?" in refused.stderr
@@ -127,16 +127,16 @@ def test_ls_shows_and_sorts_by_the_best_values(runs: Path, station: Station) -> 
         evaluated(Run(runs / name), [], lines, "min:wer" if name == "exp-10" else "")
 
     def listed(*arguments: str) -> list[str]:
-        return station.ok("--runs", runs, "ls", *arguments, "--csv").stdout.splitlines()[1:]
+        return station.ok("ls", *arguments, "--csv").stdout.splitlines()[1:]
 
     columns = ("--columns", "name,best.loss,best.f1,best.wer,best.max:wer", "--sort")
     rows = ["exp-1,0.1,0.4,0.1,0.4", "exp-2,0.2,0.6,0.2,0.6", "exp-10,0.3,0.9,0.3,0.9", "other,,,,"]
     assert listed(*columns, "best.wer") == listed(*columns, "best.loss") == rows
     assert listed(*columns, "best.f1") == listed(*columns, "best.max:wer") == [rows[2], rows[1], rows[0], rows[3]]
-    first = json.loads(station.ok("--runs", runs, "ls", "--json", "exp-1").stdout)[0]
+    first = json.loads(station.ok("ls", "--json", "exp-1").stdout)[0]
     assert first["best"] == {"loss": 0.1, "wer": 0.4, "f1": 0.4}  # alone, nothing says that a lower one is better
     evaluated(Run(runs / "exp-2"), [], {1: {"wer": 0.2}}, "max:wer")
-    refused = station("--runs", runs, "ls", "--sort", "best.wer")
+    refused = station("ls", "--sort", "best.wer")
     assert refused.returncode == 2 and "disagree whether lower is better; give best.min:wer or" in refused.stderr
 
 
@@ -151,14 +151,14 @@ def test_ls_says_how_often_a_run_was_restarted_and_shows_the_loss_of_top(runs: P
     Run(runs / "exp-2").update(
         attempts=attempts, state="finished", created=attempts[0]["started"], ended="2026-01-01T00:00:09+00:00"
     )
-    shown = station.ok("--runs", runs, "ls").stdout.splitlines()
+    shown = station.ok("ls").stdout.splitlines()
     assert "RESTARTS" in shown[0] and "finished" in shown[2] and shown[2].split()[-2] == "2"
-    (record,) = json.loads(station.ok("--runs", runs, "ls", "exp-2", "--json").stdout)
-    alone = json.loads(station.ok("--runs", runs, "show", "exp-2", "--json").stdout)
+    (record,) = json.loads(station.ok("ls", "exp-2", "--json").stdout)
+    alone = json.loads(station.ok("show", "exp-2", "--json").stdout)
     assert record["restarts"] == alone["restarts"] == 2
     assert record["seconds_lost"] == alone["seconds_lost"] > 0
-    assert re.search(r"restarts +2\n", station.ok("--runs", runs, "show", "exp-2").stdout)
-    (top,) = [line for line in station.ok("--runs", runs, "top", "--once").stdout.splitlines() if "exp-2" in line]
+    assert re.search(r"restarts +2\n", station.ok("show", "exp-2").stdout)
+    (top,) = [line for line in station.ok("top", "--once").stdout.splitlines() if "exp-2" in line]
     assert "loss 0.1000" in shown[2] and top.split()[3] == "0.1000"
 
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from tests.train.tiers import later
 from train import cli, config, format
 from train.commands import parser
 from train.errors import Refused
@@ -273,7 +274,7 @@ def test_a_run_needs_no_standard_error(station: Station) -> None:
     assert station.record("quiet")["state"] == states.FINISHED
 
 
-@pytest.mark.parametrize("command", ["launch digits --steps 1", "resume a", "ls"])
+@pytest.mark.parametrize("command", ["launch digits --steps 1", "ls"])
 def test_a_current_folder_that_is_gone_is_said_to_be(station: Station, command: str) -> None:
     runs = "" if command == "ls" else f"--runs {station.runs}"
     gone = f"mkdir gone && cd gone && rmdir ../gone && {sys.executable} -m train {command} {runs}"
@@ -371,7 +372,7 @@ def test_train_run_exits_3_with_the_reason_in_its_last_line_and_keeps_the_last_g
     assert station.run("n").steps_saved() == [5]
 
 
-@pytest.mark.parametrize("command", ["doctor", "ls --json", "show done", "--help"])
+@pytest.mark.parametrize("command", ["ls --json", "--help", *later("doctor", "show done")])
 def test_what_cannot_be_written_is_said_in_one_line_or_not_at_all(finished: Station, command: str) -> None:
     environ = {name: value for name, value in finished.environment().items() if name != "PYTHONUNBUFFERED"}
 

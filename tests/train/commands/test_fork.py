@@ -60,9 +60,9 @@ def test_a_fork_in_which_nothing_differs_ends_as_its_run_even_if_killed(trained:
     assert trained.record("fork-of")["state"] == "finished"
 
 
-def test_what_is_changed_holds_from_the_checkpoint_on_and_over_a_resume(trained: Station) -> None:
-    changes = ("--optim.lr", 0.01, "--optim.weight_decay", 0.3, "--schedule.decay", "constant", "--steps", 30)
-    trained.ok("fork", "fork-of", "--name", "fork-other", "--checkpoint", 16, *changes, "--follow")
+def test_what_is_changed_holds_from_the_checkpoint_on_and_over_a_resume(trained: Station, engine: Any) -> None:
+    changes = {"optim__lr": 0.01, "schedule__decay": "constant", "steps": 30}
+    engine.fork("fork-of", "fork-other", 16, 2, optim__weight_decay=0.3, **changes)
     before, after = (
         [line for line in trained.metrics(name) if "lr" in line] for name in ("fork-of", "fork-other")
     )  # fmt: skip
@@ -73,7 +73,7 @@ def test_what_is_changed_holds_from_the_checkpoint_on_and_over_a_resume(trained:
     trained.ok("fork", "fork-other", "--name", "fork-again", "--checkpoint", 24, "--follow")
     assert figures(trained, "fork-again") == figures(trained, "fork-other")
     assert figures(trained, "fork-other")[0] != figures(trained, "fork-of")[0]
-    trained.ok("fork", "fork-of", "--name", "fork-decayed", "--checkpoint", 16, *changes[:2], *changes[4:], "--follow")
+    engine.fork("fork-of", "fork-decayed", 16, 2, **changes)
     assert figures(trained, "fork-decayed")[0] != figures(trained, "fork-other")[0], "weight decay did nothing"
     (given,) = (line for line in trained.ok("show", "fork-again").stdout.splitlines() if line.startswith("  set "))
     assert all(f"--{field}" in given for field in ("batch_size 90", "optim.lr 0.01", "steps 30")), "as all runs before"
@@ -99,7 +99,7 @@ def test_what_is_changed_holds_from_the_checkpoint_on_and_over_a_resume(trained:
 def test_what_cannot_go_on_is_refused_and_leaves_nothing(trained: Station, arguments: list[str], words: str) -> None:
     before = sorted(path.name for path in Path(trained.runs).iterdir())
     steps = [] if "--steps" in arguments or "nobody" in arguments else ["--steps", "40"]
-    done = trained("fork", *arguments, *steps)
+    done = trained.here("fork", *map(str, [*arguments, *steps]))
     assert done.returncode == 2 and len(done.stderr.splitlines()) == 1, done.stderr
     assert re.search(words, done.stderr), done.stderr
     assert sorted(path.name for path in Path(trained.runs).iterdir()) == before
@@ -123,11 +123,10 @@ def test_a_fork_without_a_whole_checkpoint_does_not_begin_at_random(trained: Sta
         assert done.returncode == 3 and "train fork fork-of --checkpoint 16" in done.stderr, done.stderr
 
 
-def test_a_fork_of_a_fork_at_its_first_step_has_the_changes_of_both(trained: Station) -> None:
-    wd, lr = ("--optim.weight_decay", 0.3), ("--optim.lr", 0.02)
-    trained.ok("fork", "fork-of", "--name", "fork-wd", "--checkpoint", 16, *wd, "--follow")
-    trained.ok("fork", "fork-wd", "--name", "fork-wd-lr", "--checkpoint", 16, *lr, "--follow")
-    trained.ok("fork", "fork-of", "--name", "fork-both", "--checkpoint", 16, *wd, *lr, "--follow")
+def test_a_fork_of_a_fork_at_its_first_step_has_the_changes_of_both(trained: Station, engine: Any) -> None:
+    engine.fork("fork-of", "fork-wd", 16, 2, optim__weight_decay=0.3)
+    engine.fork("fork-wd", "fork-wd-lr", 16, 2, optim__lr=0.02)
+    engine.fork("fork-of", "fork-both", 16, 2, optim__weight_decay=0.3, optim__lr=0.02)
     assert figures(trained, "fork-wd-lr") == figures(trained, "fork-both")
     assert figures(trained, "fork-wd-lr")[0] != figures(trained, "fork-wd")[0]
 

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 import trainstation
-from tests.train.commands.test_bad_input import command, entries, here, refused
+from tests.train.commands.test_bad_input import entries, here, refused
+from tests.train.conftest import command
 from train.run import folders
 from train.run.record import FORMAT, other_format
 

@@ -142,7 +142,7 @@ def test_a_terminal_that_cannot_place_what_it_shows_gets_it_once(finished: Stati
 
 @pytest.mark.parametrize("arguments", [["--every", "0"], ["--every", "soon"], ["--every", "nan"], ["no-such-run"]])
 def test_a_wrong_request_is_refused_in_a_line(arguments: list[str], finished: Station) -> None:
-    done = finished("top", *arguments)
+    done = finished.here("top", *arguments)
     assert done.returncode == 2
     assert len(done.stderr.splitlines()) == 1
 

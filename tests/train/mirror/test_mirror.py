@@ -243,7 +243,7 @@ def test_a_folder_with_other_files_is_refused(tmp_path):
     ],
 )
 def test_a_wrong_url_is_refused_in_one_line(station, url, words):
-    done = station("launch", "digits", "--name", "demo1", "--steps", 2, "--checkpoint.mirror", url)
+    done = station.here("launch", "digits", "--name", "demo1", "--steps", "2", "--checkpoint.mirror", url)
     assert done.returncode == 2 and words in done.stderr and len(done.stderr.splitlines()) == 1, done.stderr
     assert "secret" not in done.stderr
     assert not (station.runs / "demo1").exists()

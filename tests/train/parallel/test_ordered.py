@@ -119,10 +119,9 @@ def test_so_does_a_model_with_running_statistics_or_counts_or_another_precision(
     engine: Any, flags: dict[str, Any]
 ) -> None:
     name = "-".join(str(value).replace(".", "_") for value in flags.values())
-    for ranks in (1, 3, 4):
+    for ranks in (1, 3):
         engine.run(f"ordered-{name}-{ranks}", ranks, **ORDERED | flags)
-    first = _figures(engine, f"ordered-{name}-1")
-    assert _figures(engine, f"ordered-{name}-3") == _figures(engine, f"ordered-{name}-4") == first
+    assert _figures(engine, f"ordered-{name}-3") == _figures(engine, f"ordered-{name}-1")
 
 
 def test_it_is_the_same_training_but_for_rounding(steady: Any) -> None:

@@ -93,8 +93,13 @@ def test_what_the_user_chooses_is_kept_and_not_explained(engine: Any, monkeypatc
         assert (made.config.precision, made.record["precision_reason"]) == (name, "")
 
 
-def test_on_a_cpu_it_is_fp32_without_a_word(engine: Any) -> None:
+@pytest.fixture(scope="module")
+def auto(engine: Any) -> None:
+    """The run `auto`, whose precision nobody has chosen."""
     assert engine.run("auto")["state"] == "finished"
+
+
+def test_on_a_cpu_it_is_fp32_without_a_word(engine: Any, auto: None) -> None:
     assert 'precision = "fp32"' in (engine.station.run("auto").folder / "config.toml").read_text()
     assert "precision" not in engine.said("auto")
 
@@ -107,12 +112,11 @@ def test_tf32_is_refused_where_there_is_none_with_the_remedy(engine: Any, monkey
 
 
 def test_a_run_of_tf32_goes_on_where_there_is_none_in_fp32_and_is_never_chosen_for_again(
-    engine: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    engine: Any, auto: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One command moves a run to the CPU whose GPUs are gone."""
     task = tmp_path / "task.py"
     task.write_text(engine.task.read_text() + '\nDEFAULTS = {"precision": "tf32"}\n')  # nobody asks for it by hand
-    engine.run("stayed", task=engine.task)
     assert engine.run("moved", script=["4 0 SIGTERM"], task=task)["state"] == "stopped"
     config = engine.station.run("moved").folder / "config.toml"
     config.write_text(config.read_text().replace('device = "cpu"', 'device = "cuda"'))
@@ -122,7 +126,7 @@ def test_a_run_of_tf32_goes_on_where_there_is_none_in_fp32_and_is_never_chosen_f
     assert warnings == ["precision tf32 needs a GPU, so this run computes in fp32 here"]
     assert engine.resume("moved", device="cpu")["state"] == "finished"
     assert 'precision = "tf32"' in config.read_text()
-    assert engine.outcome("moved") == engine.outcome("stayed")
+    assert engine.outcome("moved") == engine.outcome("auto")
     with pytest.raises(Refused, match="precision was tf32 and is auto now"):
         engine.resume("moved", precision="auto")
     with pytest.raises(Refused, match="--precision auto does not work for a fork; give tf32, or another one"):

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from tests.tasks import TASKS
-from tests.train.commands.test_bad_input import command, entries, refused
+from tests.train.commands.test_bad_input import entries, refused
+from tests.train.conftest import command
 
 pytestmark = pytest.mark.never_forgiven
 

@@ -65,8 +65,8 @@ def test_killed_at_its_end_it_ends_there_bit_for_bit(early: Any, fault: str, eve
 
 def test_with_more_patience_it_goes_on_as_if_it_had_not_ended(early: Any) -> None:
     early.run("more", 1, **EARLY)
-    for begin in (("fork", "more", "--name", "none"), ("resume", "more", "--early_stopping.patience", 2)):
-        refused = early.station(*begin)
+    for begin in (("fork", "more", "--name", "none"), ("resume", "more", "--early_stopping.patience", "2")):
+        refused = early.station.here(*begin)
         assert refused.returncode == 2 and "give --early_stopping.patience 3 or more" in refused.stderr
     assert not (early.station.runs / "none").exists()
     record = early.resume("more", 1, early_stopping__patience=4)

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.train.tiers import later
 from tests.train.training import sample_of, step_of
 from train.data.loader import Loader
 from train.data.plan import MicroBatch
@@ -46,7 +47,7 @@ def test_a_failure_that_only_another_rank_meets_is_the_reason(engine: Any) -> No
     assert "rank 1: loss in" in record["reason"] and "scalar" in record["reason"]
 
 
-@pytest.mark.parametrize(("ranks", "strategy"), [(1, "auto"), (2, "ddp"), (2, "fsdp")])
+@pytest.mark.parametrize(("ranks", "strategy"), [(1, "auto"), (2, "fsdp"), *later((2, "ddp"))])
 def test_an_error_in_an_evaluation_costs_no_step(engine: Any, tmp_path: Path, ranks: int, strategy: str) -> None:
     task = tmp_path / "late.py"  # an error of one rank alone, in the second evaluation, in the last, short micro batch
     task.write_text(

@@ -46,7 +46,7 @@ def test_stopped_after_each_single_step_it_ends_bit_for_bit_as_undisturbed(
     assert undisturbed.outcome(name) == undisturbed.outcome(reference)
 
 
-@pytest.mark.parametrize(("ranks", "stops"), [(3, (2, 1)), (1, (6,)), *later((4, (5, 2)), (2, (4, 4)))])
+@pytest.mark.parametrize(("ranks", "stops"), [(1, (6,)), *later((3, (2, 1)), (4, (5, 2)), (2, (4, 4)))])
 def test_stopped_in_the_middle_it_goes_on_for_many_steps_bit_for_bit(
     undisturbed: Any, ranks: int, stops: tuple[int, ...]
 ) -> None:
@@ -68,7 +68,7 @@ def test_an_optimizer_without_state_resumes(engine: Any) -> None:
     assert engine.outcome("plain-stopped") == engine.outcome("plain")
 
 
-@pytest.mark.parametrize(("rank", "reference", "flags"), [(0, "sgd3", {}), (2, "adamw3", ADAMW)])
+@pytest.mark.parametrize(("rank", "reference", "flags"), [(0, "adamw3", ADAMW), *later((2, "sgd3", {}))])
 def test_a_killed_rank_costs_the_steps_since_the_checkpoint_and_changes_nothing(
     undisturbed: Any, rank: int, reference: str, flags: dict[str, Any]
 ) -> None:
