@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import functools
+import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from ..build.objects import make_objects
 from ..build.updates import read_updates
 from ..code.source import Source
 from ..config import Config, strategies
-from ..data import threads
+from ..data import fingerprint, threads
 from ..data.plan import Plan as EpochPlan
 from ..data.progress import set_total
 from ..errors import Refused
@@ -100,6 +101,18 @@ class Case:
     copies: dict[str, Path] = dataclasses.field(default_factory=dict)
     """Fields of run.json, files, and files to copy, of the plan."""
     warnings: list[str] = dataclasses.field(default_factory=list)
+
+    def keep_initial_weights(self) -> None:
+        """Add the weights with which the task lets the model start to the plan, if it does."""
+        self.initial = initial_weights.fitted(self.task, self.config, self.model)
+        if self.initial is not None:
+            self.record["init"], self.files[initial_weights.FILE] = self.initial.table(), self.initial.file()
+
+    def keep_facts(self) -> dict[str, Any]:
+        """Add the facts about the data, which a resume compares, to the plan. Returns them."""
+        facts = objects.fingerprint(self.task, self.config, **self.sets)
+        self.files[fingerprint.FACTS] = json.dumps(facts, indent=1) + "\n"
+        return facts
 
     def to_plan(self) -> Plan:
         """Return the plan of a new run or a fork that has passed every check."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import enum
-import json
 import os
 from collections.abc import Callable, Collection
 from pathlib import Path
@@ -19,7 +18,7 @@ import torch
 
 from .. import config as configuration
 from .. import doing, gpus
-from ..build import cores, initial_weights, objects, schedule
+from ..build import cores, schedule
 from ..build.reads import recording
 from ..code import changes
 from ..code.imports import kept
@@ -231,12 +230,6 @@ def _model(case: Case) -> None:
     assert case.model is not None  # built and checked
 
 
-def _initial_weights(case: Case) -> None:
-    case.initial = initial_weights.fitted(case.task, case.config, case.model)
-    if case.initial is not None:
-        case.record["init"], case.files[initial_weights.FILE] = case.initial.table(), case.initial.file()
-
-
 def _keep_code(case: Case) -> None:
     """Add the code to the plan. Looks at the modules that this process has loaded, so all must have been built."""
     old = dict[str, Any](case.of.record) if case.past is not None else {}
@@ -258,9 +251,7 @@ def _digests(record: dict[str, Any]) -> dict[str, str]:
 
 
 def _data(case: Case) -> list[str]:
-    facts = objects.fingerprint(case.task, case.config, **case.sets)
-    case.files[fingerprint.FACTS] = json.dumps(facts, indent=1) + "\n"
-    if not (names := fingerprint.hidden_in(facts)):
+    if not (names := fingerprint.hidden_in(case.keep_facts())):
         return []
     which = f"{names[0]}{f' and {len(names) - 1} more' if names[1:] else ''}"
     return [f"the data contain hidden files ({which}), which may shift labels; delete them or skip them in datasets()"]
@@ -379,7 +370,7 @@ CHECKS = (
     Check(_TRAINS, Needs.DATA, _schedule),
     Check(_TRAINS, Needs.DATA, _trace),
     Check(_MADE, Needs.OBJECTS, _model),
-    Check(Kind.NEW, Needs.OBJECTS, _initial_weights),
+    Check(Kind.NEW, Needs.OBJECTS, Case.keep_initial_weights),
     Check(Kind.NEW, Needs.OBJECTS, _data),
     Check(_MADE, Needs.OBJECTS, _keep_code),
     Check(_AGAIN, Needs.OBJECTS, past_run.check_data),

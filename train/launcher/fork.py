@@ -55,8 +55,8 @@ def prepare_fork(own: TrustedRun, step: int, flags: dict[str, str], ranks: int, 
     )  # fmt: skip
     checks.run(case)
     case.record["set_by_user"] = set_by_user(flags, before=spec.set_by_user)
-    fork = {"run": run.name, "step": step, "task_sha256": spec.task_sha256, "edited": case.edited}
-    case.record["forked_from"] = fork | ({"forked_from": spec.forked_from} if spec.forked_from else {})
+    known = {"task_sha256": spec.task_sha256, "edited": case.edited}
+    case.record["forked_from"] = spec.forked_at(run.name, step, **known)
     return case.to_plan()
 
 

@@ -59,9 +59,8 @@ def _at_beginning(case: Case) -> list[str]:
     run, task = case.of.run, case.task
     kept = run.folder / initial_weights.FILE
     if not kept.exists():
-        case.initial = initial_weights.fitted(task, case.config, case.model) if case.edited else None
-        if case.initial is not None:
-            case.record["init"], case.files[initial_weights.FILE] = case.initial.table(), case.initial.file()
+        if case.edited:
+            case.keep_initial_weights()
         return []
     shapes = {name: value.shape for name, value in case.model.state_dict().items()}
     for name, value in initial_weights.read(kept, str(kept)).items():

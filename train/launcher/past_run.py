@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 from .. import config as configuration
 from ..build import objects, sampling
 from ..data import fingerprint
@@ -26,8 +24,7 @@ def check_data(case: Case) -> list[str]:
     run, spec, config = case.of.run, case.of.spec, case.config
     differs = objects.data_differs(run, case.task, config=config, **case.sets)
     if case.edited:
-        facts = objects.fingerprint(case.task, config, **case.sets)
-        case.files[fingerprint.FACTS] = json.dumps(facts, indent=1) + "\n"
+        case.keep_facts()
         warnings = [f"the data are not those of {run.name}: {differs}"] if differs else []
         return warnings + kept_split.warnings(case.task, config, run.name, run.folder.parent, sets=case.sets)
     if case.kind is Kind.FORK and (run.folder / fingerprint.FACTS).exists():

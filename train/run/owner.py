@@ -15,15 +15,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ..errors import Refused
-from . import environment
-from .ownership import MODULES, name_of
+from .ownership import FILES, name_of
 from .run_folder import Run
 
 TRUSTED = "TRAIN_TRUSTED_OWNER"
 """Environment variable with the uid of another user whose runs this process may execute (see `trust`)."""
 _EXECUTED = (
-    "run.json", "config.toml", environment.FILE, "task.py", MODULES, "submission.json", "submitted.toml",
-    "job.sbatch", "job.yaml", "checkpoints",
+    "run.json", *FILES, "submission.json", "submitted.toml", "job.sbatch", "job.yaml", "checkpoints",
 )  # fmt: skip
 """Files of a run folder that are code, or decide which code a command runs."""
 _LINKS = 40

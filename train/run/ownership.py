@@ -24,7 +24,8 @@ STATION, DIGEST = "station", "station_digest"
 """Fields of run.json: the id of the station that has started the run, and the digest with its key. None: no key."""
 MODULES = "modules.zip"
 """File in the run folder with copies of what the task imports and reads; code/imports.py writes it."""
-_FILES = ("task.py", MODULES, "config.toml", environment.FILE)
+FILES = ("task.py", MODULES, "config.toml", environment.FILE)
+"""Files of a run folder that decide, with run.json, what a resume executes."""
 _FIELDS = ("task", "task_source", "script", "script_module", "script_arguments", "on_restart", "cwd", "cluster")
 _KEY_BYTES = 32
 
@@ -88,7 +89,7 @@ def _digest(folder: Path, record: Mapping[str, Any], files: Path) -> str | None:
         return None
     fields = {name: record.get(name) for name in _FIELDS}
     try:
-        present = [name for name in _FILES if (files / name).exists()]
+        present = [name for name in FILES if (files / name).exists()]
         content = {name: hashlib.sha256(durable.read_bytes(files / name)).hexdigest() for name in present}
         message = json.dumps([folder.name, str(folder.resolve()), fields, content], sort_keys=True)
     except OSError:

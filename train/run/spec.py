@@ -115,6 +115,11 @@ class Spec:
         """The step of the checkpoint with which the run started; 0: it started at the beginning."""
         return int(self.forked_from["step"]) if self.forked_from else 0
 
+    def forked_at(self, run: str, step: int, **more: Any) -> dict[str, Any]:
+        """Return `forked_from` of a run that continues this one, named `run`, at this step, with more fields."""
+        before = {"forked_from": self.forked_from} if self.forked_from else {}
+        return {"run": run, "step": step, **more, **before}
+
     @property
     def best_by(self) -> str:
         """checkpoint.best: the metric that says which checkpoint is the best; '' if none is set."""

@@ -104,11 +104,10 @@ def check_fork(
     command.check_arguments(arguments)
     found, run = own.read(), own.by_path()
     record, spec = dict[str, Any](found), spec_of(found, {})
-    ancestor: dict[str, Any] = {"forked_from": spec.forked_from} if spec.forked_from else {}
     made = {name: record[name] for name in _OF_FORK if name in record} | changes | {
         "script_arguments": command.merged(spec.script_arguments, arguments),
         "script_files": imports.of_script(Path(spec.script)), "step": step,
-        "forked_from": {"run": run.name, "step": step} | ancestor,
+        "forked_from": spec.forked_at(run.name, step),
     }  # fmt: skip
     if not step:
         return made, {}, warnings
