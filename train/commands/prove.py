@@ -91,7 +91,7 @@ def proofs(options: Namespace, runs: Path) -> list[Proof]:
     if options.task is None:
         _check_session(options)
     else:
-        request.flags = {"log.samples": "true", **request.flags, "log.wandb": "false"}
+        request.flags = {"log.samples": "true", **request.flags, "log.wandb": ""}
         _check_mirror(request)
     what = options.module or options.script or options.task
     kills = number("kills", options.kills, 1) or KILLS

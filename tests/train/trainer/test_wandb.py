@@ -148,6 +148,12 @@ def test_a_project_that_cannot_be_one_is_refused(project: str) -> None:
         wandb.check(project)
 
 
+@pytest.mark.parametrize("word", ["true", "false", "None"])
+def test_a_word_that_switches_is_no_project(word: str) -> None:
+    with pytest.raises(Refused, match="sends nothing"):
+        wandb.check(word)
+
+
 def test_a_package_that_is_missing_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     found = importlib.util.find_spec
     monkeypatch.setattr(

@@ -43,6 +43,8 @@ def check(project: str) -> None:
         return
     if _FORBIDDEN.search(project) or project.count("/") > 1 or len(project) > 128 or not all(project.split("/")):
         raise Refused(f"--log.wandb {project}: must be the name of a project, or ENTITY/PROJECT, without \\ # ? % :")
+    if project.lower() in ("true", "false", "none"):
+        raise Refused(f"--log.wandb {project}: give the name of a project; --log.wandb '' sends nothing")
     if importlib.util.find_spec("wandb") is None:
         raise Refused("--log.wandb needs the package wandb: pip install 'trainstation[wandb]', or leave it out")
 
