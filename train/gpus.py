@@ -20,6 +20,8 @@ from typing import Any
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 ORDER, BY_BUS = "CUDA_DEVICE_ORDER", "PCI_BUS_ID"
+_IDLE = 0.5e9
+"""Bytes of memory that a GPU may use while nobody computes on it."""
 _AGAIN = 60.0
 """Seconds between two restarts of NVML, if a GPU does not answer or none is found."""
 _PATIENCE = 5.0
@@ -125,6 +127,54 @@ def _visible(every: list[Card]) -> list[Card]:
     names = os.environ[VISIBLE].replace(" ", "").split(",")
     known = {card.uuid: card for card in every} | {str(n): card for n, card in enumerate(every) if by_number}
     return [known[name] for name in names if name in known]
+
+
+def named_here(every: list[Card]) -> list[Card]:
+    """Return those of these GPUs that CUDA_VISIBLE_DEVICES names by number or by the start of a UUID; all if it is not
+    set.
+
+    Raises:
+        LookupError: it names something else, such as a MIG slice. The text says what.
+    """
+    if VISIBLE not in os.environ:
+        return every
+    found = list[Card]()
+    for name in filter(None, os.environ[VISIBLE].replace(" ", "").split(",")):
+        matches = [card for card in every if name.startswith("GPU-") and card.uuid.startswith(name)]
+        if name.isdecimal() and os.environ.get(ORDER, BY_BUS) == BY_BUS:
+            matches = every[int(name) : int(name) + 1]
+        if len(matches) != 1:
+            raise LookupError(name)
+        found += matches
+    return found
+
+
+def foreign_use(uuid: str) -> str:
+    """Return what uses a GPU, as the end of a message: processes that compute there, or memory that is in use; '' if it
+    is free, or does not say.
+
+    Programs that draw do not count, nor does the memory of a GPU with a screen. In a container NVML may list no
+    process.
+    """
+    with contextlib.suppress(Exception):  # NVML raises its own errors
+        import pynvml
+
+        pynvml.nvmlInit()
+        try:
+            handle = pynvml.nvmlDeviceGetHandleByUUID(uuid)
+            computing = {process.pid for process in pynvml.nvmlDeviceGetComputeRunningProcesses(handle)}
+            drawing, has_screen = set[int](), False
+            with contextlib.suppress(Exception):
+                drawing = {process.pid for process in pynvml.nvmlDeviceGetGraphicsRunningProcesses(handle)}
+                has_screen = bool(pynvml.nvmlDeviceGetDisplayActive(handle))
+            if strangers := computing - drawing:
+                return f"process {', '.join(map(str, sorted(strangers)))}"
+            used = pynvml.nvmlDeviceGetMemoryInfo(handle).used
+            if used > _IDLE and not computing and not drawing and not has_screen:
+                return f"something outside ({used / 1e9:.1f} GB)"
+        finally:
+            pynvml.nvmlShutdown()
+    return ""
 
 
 def process_of(number: int, lock: Path, processes: dict[int, float]) -> int | None:

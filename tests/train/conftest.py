@@ -94,6 +94,7 @@ class Station:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.runs = folder / "runs"
+        self.leases = Path(os.environ["TRAIN_STATE"]) / f"leases-{folder.name}"
         self.more: dict[str, str] = {}
         """Variables of all that is started here."""
         self.patience = PATIENCE
@@ -153,7 +154,8 @@ class Station:
         root = str(Path(__file__).parents[2])
         path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
         # a keeper that lives here has nothing to do with tests
-        own = {"PYTHONPATH": path, "TRAIN_STATE": os.environ["TRAIN_STATE"], "TRAIN_WARM": "off", **self.more}
+        own = {"PYTHONPATH": path, "TRAIN_STATE": os.environ["TRAIN_STATE"], "TRAIN_WARM": "off"}
+        own |= {"TRAIN_LEASES": str(self.leases), **self.more}
         warm = forks.held_warm(outer | own) if command in ("fork", "keeper", "launch", "resume", "run") else {}
         return outer | own | warm
 

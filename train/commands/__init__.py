@@ -15,6 +15,8 @@ GROUPS = {
         "ls": "list runs, their state and results",
         "show": "tell one run's story: state, reason, attempts, checkpoints",
         "top": "live page of runs, their ranks and the GPUs",
+        "gpus": "show who holds which GPU of this machine",
+        "queue": "show which runs wait for GPUs or cores",
         "logs": "print the output of a rank",
         "attach": "open the live terminal of a run (leave with Ctrl-b d)",
     },

@@ -8,7 +8,7 @@ from pathlib import Path
 from .. import screen
 from ..errors import EXIT_FINISHED, Refused
 from .completion_values import task_names
-from .options import add_checkpoint, add_name, add_on_restart, add_ranks, follow, warn
+from .options import add_checkpoint, add_name, add_on_restart, add_ranks, follow, waiting_of, warn
 from .parser import Parser, number
 
 EXAMPLES = {
@@ -75,7 +75,7 @@ def start(options: Namespace, runs: Path) -> str:
     launch = Fork(
         of.name, step, flags=options.flags, task=task, arguments=options.arguments, on_restart=options.on_restart,
         runs=str(runs), name=name, nproc=options.nproc or before, gpus=options.gpus, max_restarts=restarts,
-        keep_env=options.keep_env or [], command_line=environment.shown(options.words),
+        keep_env=options.keep_env or [], command_line=environment.shown(options.words), **waiting_of(options),
     )  # fmt: skip
     warn(launch.start())
     code = f", with the code of {options.task}" if task else ""

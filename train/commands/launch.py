@@ -17,6 +17,7 @@ from .options import (
     follow,
     nodes_of,
     request_of,
+    waiting_of,
     warn,
 )
 from .parser import Parser, number
@@ -86,7 +87,7 @@ def launch_of(
     common: dict[str, Any] = {
         "runs": str(runs), "name": name, "nproc": options.nproc, "gpus": options.gpus,
         "max_restarts": number("max-restarts", options.max_restarts), "keep_env": options.keep_env or [],
-        "command_line": environment.shown(options.words),
+        "command_line": environment.shown(options.words), **waiting_of(options),
     }  # fmt: skip
     if options.task is not None:
         return NewRun(**vars(request), cluster=cluster, **common)

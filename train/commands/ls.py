@@ -44,7 +44,7 @@ def add_arguments(parser: Parser) -> None:
         "states:\n"
         "  checking     its launch is still being checked; train stop NAME ends it\n"
         "  created      about to start\n"
-        "  queued       waits for its cluster\n"
+        "  queued       waits for GPUs, cores, other runs or its cluster\n"
         "  running      trains, or waits for other machines\n"
         "  stopped      saved and stopped; train resume NAME continues it\n"
         "  interrupted  its processes died; a keeper or train resume NAME continues it\n"

@@ -75,8 +75,12 @@ def add_ranks(parser: Parser) -> None:
     text = "Ranks on this machine; auto: one per GPU. Default: one per GPU of --gpus, else {}."
     usual = "as before" if parser.continues_run else "1"
     add("--nproc", metavar="N|auto", help=text.format(usual), offer=words("auto"))
-    text = "Number of GPUs, or their ids with a comma: 0,1 (or 2, for id 2 alone)."
+    text = "Number of free GPUs, or their ids with a comma: 0,1 (or 2, for id 2 alone). Default: one per rank."
     add("--gpus", metavar="N|IDS", help=text)
+    add_lease(parser)
+    add("--queue", action="store_true", help="Wait in the queue until the GPUs, or cores, are free.")
+    text = "Wait until these runs have finished, and then in the queue. If one fails or is stopped, this one stops."
+    add("--after", metavar="NAME[,NAME]", help=text, offer=run_names)
     text = "Show the progress until the run ends, then exit with its code: 0, 3 or 75."
     add("--follow", action="store_true", help=text)
     text = (
@@ -86,6 +90,30 @@ def add_ranks(parser: Parser) -> None:
     add("--max-restarts", metavar="K", help=text)
     text = "Keep this environment variable for resumes, too. May be given several times."
     add("--keep-env", metavar="NAME", action="append", help=text)
+
+
+def add_lease(parser: Parser) -> None:
+    """Add the way to start a run that does not reserve its GPUs."""
+    text = "Do not reserve the GPUs or cores, and do not ask who uses them."
+    parser.add_argument("--no-lease", action="store_true", help=text)
+
+
+def waiting_of(options: Namespace, is_one_of_many: bool = False) -> dict[str, Any]:
+    """Return what was said about leases and the queue, as fields of a launch.
+
+    Args:
+        is_one_of_many: Whether the run is one of those that the user resumes together. Then it waits for its GPUs.
+
+    Raises:
+        Refused: the options contradict each other.
+    """
+    after = list(filter(None, (options.after or "").split(",")))
+    if options.after is not None and not after:
+        raise Refused("--after is empty; give names of runs: --after NAME[,NAME]")
+    if options.no_lease and (options.queue or after):
+        raise Refused("--no-lease waits for nothing; leave it out, or --queue and --after")
+    queue = options.queue or bool(after) or (None if is_one_of_many else False)
+    return {"lease": not options.no_lease, "queue": queue, "after": after}
 
 
 def add_script(parser: Parser) -> None:

@@ -24,7 +24,10 @@ if TYPE_CHECKING:
 UPDATES, KILLS, MOMENTS = 60, 4, 1
 """Defaults of the options."""
 _MIRROR = "checkpoint.mirror"
-_NOT_HERE = {"follow": "a proof prints its own progress", "name": "a proof names its runs itself"}
+_NOT_HERE = {
+    "follow": "a proof prints its own progress", "name": "a proof names its runs itself",
+    "after": "a proof starts now, or in the queue (--queue)",
+}  # fmt: skip
 """Maps options of a launch that a proof does not take to the reason."""
 
 EXAMPLES = {

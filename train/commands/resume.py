@@ -8,7 +8,7 @@ from pathlib import Path
 
 from .. import screen
 from ..errors import EXIT_FINISHED, EXIT_REFUSED, Refused
-from .options import add_figures, add_name, add_nodes, add_on_restart, add_ranks, follow, nodes_of, warn
+from .options import add_figures, add_name, add_nodes, add_on_restart, add_ranks, follow, nodes_of, waiting_of, warn
 from .parser import Parser, number
 
 EXAMPLES = {
@@ -42,7 +42,7 @@ def run(options: Namespace, runs: Path) -> int:
     number("max-restarts", options.max_restarts)
     if (options.name is None) == (not options.all):
         raise Refused("give the NAME of a run, or --all; train ls lists the runs")
-    of_one = (options.flags, options.nnodes, options.figures, options.on_restart is not None)
+    of_one = (options.flags, options.nnodes, options.figures, options.on_restart is not None, options.after)
     if options.all and (options.follow or any(of_one)):
         raise Refused("--all takes neither --follow nor fields; resume each run by its name: train resume NAME")
     if not options.all:
@@ -108,7 +108,7 @@ def start(options: Namespace, runs: Path) -> Path | None:
     launch = Resume(
         runs=str(runs), name=name, flags=options.flags, nproc=options.nproc, gpus=options.gpus, cluster=cluster,
         max_restarts=number("max-restarts", options.max_restarts), keep_env=options.keep_env or [],
-        on_restart=options.on_restart, figures=options.figures,
+        on_restart=options.on_restart, figures=options.figures, **waiting_of(options, is_one_of_many=options.all),
     )  # fmt: skip
     warn(launch.start())
     return runs
@@ -116,6 +116,8 @@ def start(options: Namespace, runs: Path) -> Path | None:
 
 def _check_submitted(options: Namespace, name: str) -> None:
     """Refuse options that would change the shape of a submitted run."""
+    if options.queue or options.after or options.no_lease:
+        raise Refused(f"{name} waits in the queue of its cluster; leave out --queue, --after and --no-lease")
     for option in ("nproc", "gpus", "nnodes", "node_rank", "rendezvous", "wait_minutes", "max_restarts"):
         if getattr(options, option) is not None:
             flag = option.replace("_", "-")

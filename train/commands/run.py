@@ -7,7 +7,7 @@ from pathlib import Path
 
 from ..launcher.ranks_and_gpus import MOST_RANKS
 from ..parallel.rank_env import is_under_torchrun
-from .options import add_task, check_now, request_of
+from .options import add_lease, add_task, check_now, request_of
 from .parser import Parser, number
 
 EXAMPLES = {
@@ -23,6 +23,7 @@ def add_arguments(parser: Parser) -> None:
     parser.takes_fields = True
     parser.usage = "train run TASK [--FLAG VALUE ...]"
     add_task(parser)
+    add_lease(parser)
     parser.add_argument("--spawn", metavar="N", help="Start N ranks on this machine. Default: 1.")
 
 
@@ -41,5 +42,6 @@ def run(options: Namespace, runs: Path) -> int:
     new = NewRun(
         **vars(request),
         runs=str(runs), name=options.name or "", nproc=str(spawn or 1), command_line=environment.shown(options.words),
+        lease=not options.no_lease,
     )  # fmt: skip
     return foreground.run(new, is_spawned=spawn is not None)

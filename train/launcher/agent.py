@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .. import doing, module_runner
-from ..errors import EXIT_FAILED, EXIT_REFUSED, Refused, one_line
+from ..errors import EXIT_FAILED, EXIT_REFUSED, EXIT_STOPPED, Refused, one_line
 from ..run import durable
 from ..signals import StopRequest, leave
 
@@ -66,6 +66,13 @@ def main() -> None:
         launch.undo(opened.run, opened.lock)
         sys.exit(EXIT_REFUSED)
     caller.answered()
+    if opened.held.is_queued:
+        from .waiting import wait  # late: few runs wait
+
+        ready = wait(opened, launch, stop, _say)
+        if ready is None:
+            leave(EXIT_STOPPED)
+        opened = ready
     leave(keep(opened, stop))
 
 
@@ -141,6 +148,12 @@ def _answer(folder: Path, answer: dict[str, Any]) -> bool:
     except OSError:
         return False
     return True
+
+
+def _say(text: str) -> None:
+    """Print a line on the terminal, if there still is one."""
+    with contextlib.suppress(OSError):
+        sys.stderr.write(f"{text}\n")
 
 
 def keep(opened: OpenedRun, stop: StopRequest) -> int:

@@ -12,6 +12,7 @@ from typing import Any
 from .. import doing, hash_seed, programs, variables
 from ..code import copies, imports
 from ..errors import Refused
+from ..leases.devices import Reservation
 from ..nodes import address
 from ..programs import Program
 from ..run import durable, environment, folders, ownership, states, wandb_run
@@ -21,7 +22,7 @@ from ..run.spec import read_spec
 from ..supervise import attempts
 from ..supervise.decide import CODES
 from ..zygote.client import Zygote, acquire
-from . import ranks_and_gpus, resumable
+from . import leasing, ranks_and_gpus, resumable
 from .request import Launch, OpenedRun, Plan, numbers_of
 from .tmux import session_of
 
@@ -48,7 +49,9 @@ def create(
     """
     runs = Path(launch.runs)
     _check_variables(launch.machines())
+    held = leasing.reserve(launch)
     zygote, plan = check_in_fork(launch, program)
+    leasing.adapt(launch, held, _config_of(plan))
     if source is not None:  # copy from the folder that was checked, even if another folder has its name now
         plan.copies = {name: source.folder / path.relative_to(source.path) for name, path in plan.copies.items()}
     _outlive_terminal()
@@ -56,6 +59,7 @@ def create(
     listening = _listen(launch.machines())
     restarts = program.default_restarts if launch.max_restarts is None else launch.max_restarts
     record = plan.record | _placement(launch, plan, launch.machines()) | {"max_restarts": restarts} | (fields or {})
+    record |= leasing.facts(launch, held, {})
     if launch.command_line:  # a submitted run has that of its submission
         record["command_line"] = launch.command_line
     saved = environment.keep(environ, imports.python_files(record), launch.keep_env)
@@ -69,8 +73,8 @@ def create(
         for name, content in files.items():
             durable.write_atomically(run.folder / name, content)
         run.update(**record, host=socket.gethostname(), reason="")  # last: an incomplete folder is filled again
-    plan.warnings = [*saved.warnings, *plan.warnings]
-    return OpenedRun(run=run, spec=read_spec(run), lock=lock, plan=plan, zygote=zygote, listening=listening)
+    plan.warnings = [*saved.warnings, *held.said, *plan.warnings]
+    return _opened(run, lock, held, plan=plan, zygote=zygote, listening=listening)
 
 
 def reopen(launch: Launch, environ: Mapping[str, str], *, by_keeper: bool) -> OpenedRun:
@@ -105,7 +109,9 @@ def _reopen(launch: Launch, run: Run, lock: Lock, environ: Mapping[str, str], by
         if wanted := run.stop_asked():
             raise Refused(f"{run.name} was stopped while its resume was checked ({states.WHO.get(wanted, wanted)})")
 
+    held = leasing.reserve(launch, run=run, record=record)
     zygote, plan = check_in_fork(launch, programs.of_record(record), look)
+    leasing.adapt(launch, held, _config_of(plan))
     _outlive_terminal()
     ranks_and_gpus.see(plan.visible)
     listening = _listen(machines)
@@ -114,6 +120,7 @@ def _reopen(launch: Launch, run: Run, lock: Lock, environ: Mapping[str, str], by
         changes["max_restarts"] = launch.max_restarts
     # the recorded process ids belong to the attempt before
     changes |= {"reason": "", "stopped_by": None, "ended": None, "pids": {}, "state": states.CREATED}
+    changes |= leasing.facts(launch, held, record)
     files = plan.files
     if not by_keeper:  # this environment holds from now on, for the keeper too
         before = environment.read(run.folder)
@@ -128,7 +135,40 @@ def _reopen(launch: Launch, run: Run, lock: Lock, environ: Mapping[str, str], by
     if not by_keeper:  # last: an interruption before it leaves the `copy` state
         changes |= run.signature({**record, **changes})
     run.update(lambda record: record.pop("refused", None), **changes)
-    return OpenedRun(run=run, spec=read_spec(run), lock=lock, plan=plan, zygote=zygote, listening=listening)
+    plan.warnings = [*held.said, *plan.warnings]
+    return _opened(run, lock, held, plan=plan, zygote=zygote, listening=listening)
+
+
+def at_its_turn(launch: Launch, opened: OpenedRun, look: Callable[[], None]) -> OpenedRun:
+    """Check a run again that has waited in the queue, and return it ready to start: much may have changed meanwhile.
+
+    Args:
+        launch: A resume of it, with what it holds now in `leased`.
+        opened: The run as it was queued, with its lock and what it holds now.
+        look: Called several times a second during the check. May raise.
+
+    Raises:
+        Refused: it can no longer start.
+    """
+    run, record = opened.run, opened.run.read()
+    folders.enter(record.get("cwd") or "")
+    zygote, plan = check_in_fork(launch, programs.of_record(record), look)
+    ranks_and_gpus.see(plan.visible)
+    for name, content in plan.files.items():
+        durable.write_atomically(run.folder / name, content)
+    changes = plan.record | _placement(launch, plan, None) | {"queued": False, "after": []}
+    run.update(**changes, state=states.CREATED, reason="")
+    return _opened(run, opened.lock, opened.held, plan=plan, zygote=zygote)
+
+
+def _opened(run: Run, lock: Lock, held: Reservation, **more: Any) -> OpenedRun:
+    lock.leases = held.lease.fds if held.lease is not None else []
+    return OpenedRun(run=run, spec=read_spec(run), lock=lock, held=held, **more)
+
+
+def _config_of(plan: Plan) -> str:
+    text = plan.files.get("config.toml", "")
+    return text if isinstance(text, str) else ""
 
 
 def check_in_fork(

@@ -29,7 +29,7 @@ from ..supervise import diagnose, last_words
 from ..supervise.attempts import Supervisor, supervise_alone
 from ..supervise.decide import CODES, LaunchMode
 from ..supervise.ranks import TaskRanks
-from . import mirrored
+from . import leasing, mirrored, ranks_and_gpus
 from .create_run import check_in_fork
 from .launches import NewRun
 from .request import ALONE, Plan
@@ -54,11 +54,16 @@ def run(new: NewRun, is_spawned: bool) -> int:
         if is_spawned:
             raise Refused("torchrun has started the ranks already; leave out --spawn")
         return _under_torchrun(new)
+    held = leasing.reserve(new)
+    for line in held.said:
+        screen.remark(f"warning: {line}")
     with doing.noted() as notes:
         zygote, plan = check_in_fork(new, meanwhile=doing.Waiting(new.name, notes, screen.remark).look)
     made = _create(new, plan, plan.record).held()
     lock = made.acquire()
     assert lock is not None  # the folder is new
+    lock.leases = held.lease.fds if held.lease is not None else []
+    ranks_and_gpus.see(plan.visible)
     stop = StopRequest((*POLITE, signal.SIGHUP))
     spec, first = read_spec(made), made.name
     ranks = TaskRanks(made, spec, lock=lock, count=plan.ranks, zygote=zygote, is_foreground=True)

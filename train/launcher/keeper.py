@@ -182,7 +182,7 @@ def _resume_if_interrupted(run: Run, tell: _Log, ended: threading.Event) -> None
         return
     if ended.is_set() or not is_wanted:
         return
-    launch = Resume(runs=str(run.folder.parent), name=run.name, by_keeper=True)
+    launch = Resume(runs=str(run.folder.parent), name=run.name, by_keeper=True, queue=None)
     for line in launch.start(ended.is_set):
         tell(run, f"warning: {line}")
     with contextlib.suppress(Refused):

@@ -73,7 +73,7 @@ class NewRun(Request, _New):
         from .checks import prepare
         from .ranks_and_gpus import choose
 
-        ranks, visible = choose(self.nproc, self.gpus, cpu_only=self.flags.get("device") == "cpu")
+        ranks, visible = choose(self.nproc, self.gpus, cpu_only=self.flags.get("device") == "cpu", leased=self.leased)
         nodes = numbers_of(self.machines())
         of_gloo = keep_gloo_at_home(ranks, nodes)
         imports.watch()
@@ -117,7 +117,7 @@ class NewScript(_New):
         from ..scripts import check, reader
         from .ranks_and_gpus import choose
 
-        ranks, visible = choose(self.nproc, self.gpus)
+        ranks, visible = choose(self.nproc, self.gpus, leased=self.leased)
         record, warnings = check.check(
             self.script, module=self.module, arguments=self.arguments, on_restart=self.on_restart, flags=self.flags
         )
@@ -157,7 +157,7 @@ class Fork(_New):
         from ..scripts import check
         from .ranks_and_gpus import choose
 
-        ranks, visible = choose(self.nproc, self.gpus)
+        ranks, visible = choose(self.nproc, self.gpus, leased=self.leased)
         source = folders.find_trusted(Path(self.runs), self.of)
         if not programs.of_record(source.read()).has_fields:
             made, copies, warnings = check.check_fork(
@@ -207,7 +207,9 @@ class Resume(_Launch):
 
         run = folders.find_trusted(Path(self.runs), self.name)
         record = run.read()
-        ranks, visible = choose_again(run, record, nproc=self.nproc, gpus=self.gpus, now=self.visible)
+        ranks, visible = choose_again(
+            run, record, nproc=self.nproc, gpus=self.gpus, now=self.visible, leased=self.leased
+        )
         program = programs.of_record(record)
         program.check_options({"on_restart": self.on_restart, "figures": self.figures})
         if not program.has_fields:

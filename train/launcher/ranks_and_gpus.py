@@ -29,7 +29,7 @@ def count_ranks(nproc: str | None, gpus: str | None, cpu_only: bool = False) -> 
     here = 0 if cpu_only else torch.cuda.device_count()
     visible: str | None = None
     if gpus is not None:
-        chosen = _ids(gpus, here)
+        chosen = ids_in(gpus, here)
         outer = os.environ.get(VISIBLE)  # ids are relative to the GPUs that this process may see
         visible = ",".join(outer.split(",")[int(i)].strip() if outer else i for i in chosen)
         here = len(chosen)
@@ -42,12 +42,20 @@ def count_ranks(nproc: str | None, gpus: str | None, cpu_only: bool = False) -> 
     return whole(nproc), visible
 
 
-def choose(nproc: str | None, gpus: str | None, cpu_only: bool = False) -> tuple[int, str | None]:
+def choose(
+    nproc: str | None, gpus: str | None, *, cpu_only: bool = False, leased: str | None = None
+) -> tuple[int, str | None]:
     """Return the number of ranks on this machine and the GPUs they see (None: all). This process then sees them too.
+
+    Args:
+        leased: The GPUs that `gpus` has found, as in CUDA_VISIBLE_DEVICES; None: none is leased.
 
     Raises:
         Refused: as in count_ranks.
     """
+    if leased is not None:
+        see(leased)
+        gpus = None if gpus is None else str(len(leased.split(",")))
     ranks, visible = count_ranks(nproc, gpus, cpu_only)
     if visible is not None:
         see(visible)
@@ -55,7 +63,7 @@ def choose(nproc: str | None, gpus: str | None, cpu_only: bool = False) -> tuple
 
 
 def choose_again(
-    run: Run, record: Record, *, nproc: str | None, gpus: str | None, now: str | None
+    run: Run, record: Record, *, nproc: str | None, gpus: str | None, now: str | None, leased: str | None = None
 ) -> tuple[int, str | None]:
     """Return what `choose` returns, for a resume: the ranks and GPUs of before, unless the user changes them.
 
@@ -64,18 +72,21 @@ def choose_again(
 
     Args:
         now: CUDA_VISIBLE_DEVICES of the calling shell; None: not set, or the keeper resumes.
+        leased: As in `choose`.
 
     Raises:
         Refused: as in count_ranks.
     """
+    if nproc is None and gpus is None:
+        nproc = str(record.get("nproc") or record["world_size"])
+    if leased is not None:
+        return choose(nproc, gpus, leased=leased)
     before = environment.read(run.folder)
     saved = before.values.get(VISIBLE) if before is not None else None
     if gpus is not None or (now is not None and now != saved):
         see(now)
     else:
         see(record.get("gpus") or os.environ.get(VISIBLE))
-    if nproc is None and gpus is None:
-        nproc = str(record.get("nproc") or record["world_size"])
     return choose(nproc, gpus)
 
 
@@ -88,8 +99,12 @@ def see(visible: str | None) -> None:
         number_by_bus()
 
 
-def _ids(gpus: str, here: int) -> list[str]:
-    """Return the ids in `0,2`; for a count N the first N of `here` GPUs."""
+def ids_in(gpus: str, here: int) -> list[str]:
+    """Return the ids in `0,2`; for a count N the first N of `here` GPUs.
+
+    Raises:
+        Refused: it is neither, or there are no such GPUs.
+    """
     text = gpus.strip()
     is_count = "," not in text
     ids = [text] if is_count else [part.strip() for part in text.rstrip(",").split(",")]

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from .. import hash_seed
 from ..gpus import VISIBLE
+from ..leases.devices import Reservation
 from ..run.record import Record
 from ..run.run_folder import Lock, Run
 from ..run.spec import Spec
@@ -91,6 +92,7 @@ class OpenedRun:
 
     Args:
         zygote: The process from which the ranks are forked.
+        held: What it holds, or waits for.
         listening: On node 0 of several machines: the socket to which the other nodes connect.
     """
 
@@ -99,6 +101,7 @@ class OpenedRun:
     lock: Lock
     plan: Plan
     zygote: Zygote
+    held: Reservation
     listening: socket.socket | None = None
 
 
@@ -115,6 +118,10 @@ class Launch(ABC):
         keep_env: Names of more environment variables to keep for resumes.
         command_line: The command as typed, without secrets; '' from a program, and of a resume.
         visible: CUDA_VISIBLE_DEVICES of the calling shell; None: not set, or the keeper resumes.
+        lease: Whether the run holds its GPUs or cores; see leasing.py.
+        queue: Whether the run waits for them. None: if they are GPUs, or if it has waited in the queue before.
+        after: Names of runs that must finish before.
+        leased: The GPUs that the run holds, as in CUDA_VISIBLE_DEVICES; None: none.
     """
 
     runs: str = ""
@@ -125,6 +132,10 @@ class Launch(ABC):
     keep_env: list[str] = dataclasses.field(default_factory=list)
     command_line: str = ""
     visible: str | None = None
+    lease: bool = True
+    queue: bool | None = False
+    after: list[str] = dataclasses.field(default_factory=list)
+    leased: str | None = None
 
     @abstractmethod
     def check(self) -> Plan:

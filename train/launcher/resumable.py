@@ -68,11 +68,13 @@ def nothing_left(record: Record, flags: dict[str, str]) -> str:
         record: run.json with the effective state.
 
     Raises:
-        Refused: the run is running.
+        Refused: the run is running, or waits.
     """
     name = record["name"]
     if record["state"] == states.RUNNING:
         raise Refused(f"{name} is running; see: train show {name}")
+    if record["state"] == states.QUEUED:
+        raise Refused(f"{name} waits already; see: train queue; take it out: train stop {name}")
     if record["state"] != states.FINISHED or gives_more(flags):
         return ""
     why = f" ({record['reason']})" if record.get("reason") else ""
@@ -88,13 +90,16 @@ def gives_more(flags: Iterable[str]) -> bool:
 def keeper_count(run: Run, record: Record) -> dict[str, int]:
     """Return the keeper's count for a run that it resumes now: interruptions in a row without a new checkpoint.
 
-    Stops do not count. Nor does an end before the first attempt, while the run waited for other machines.
+    Stops do not count, nor does a death in the queue, nor an end before the first attempt, while the run waited for
+    other machines.
     """
     cluster = record.get("cluster")
     saved = int(record["step"]) if cluster and cluster["node"] else run.newest_checkpoint  # node 0 saves
     counted = record.get("kept") or {"step": -1, "times": 0}
     before = counted["times"] if counted["step"] == saved and not _ran_well(run, record) else 0
-    is_death = record["state"] != states.STOPPED and not _has_only_waited(record, counted.get("attempts", 0))
+    is_death = record["state"] not in (states.STOPPED, states.QUEUED) and not _has_only_waited(
+        record, counted.get("attempts", 0)
+    )
     return {"step": saved, "times": before + is_death, "attempts": len(record["attempts"])}
 
 

@@ -145,7 +145,7 @@ def _seen(run: Run) -> tuple[list[int], bool]:
 def _has_ended(run: Run) -> bool:
     """Whether the run needs no more copies: its end is recorded, or nothing of it lives."""
     with contextlib.suppress(Refused):
-        return run.read_effective()["state"] not in (run_states.CREATED, run_states.RUNNING)
+        return run.read_effective()["state"] not in (run_states.CREATED, run_states.QUEUED, run_states.RUNNING)
     return False
 
 

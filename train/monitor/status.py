@@ -399,7 +399,7 @@ def next_command(record: Record) -> str:
     commands = {
         states.CHECKING: f"end its launch: train stop {name}",
         states.CREATED: watch,
-        states.QUEUED: watch,
+        states.QUEUED: f"{watch}; take it out: train stop {name}",
         states.RUNNING: f"{watch}; save and stop: train stop {name}",
         states.STOPPED: f"{again}: {resume}",
         states.INTERRUPTED: f"{again}: {resume}",

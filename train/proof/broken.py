@@ -220,7 +220,7 @@ class Breaker:
         if record["state"] == states.FINISHED or record["step"] >= self._asked.stop:
             return
         try:
-            Resume(runs=str(self.run.folder.parent), name=self.run.name).start()
+            Resume(runs=str(self.run.folder.parent), name=self.run.name, queue=None).start()
         except Refused as error:
             raise Failed(f"after {made}: it cannot be resumed: {error}") from None
 

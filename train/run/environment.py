@@ -47,7 +47,8 @@ _OF_PROCESS = re.compile(
     | RANK | WORLD_SIZE | (LOCAL | GROUP | ROLE | NODE)_(RANK | WORLD_SIZE | NAME) | MASTER_(ADDR | PORT)
     | (TORCHELASTIC | PET | KUBERNETES)_ \w*
     | (SLURM | SLURMD | SBATCH | PMI | PMIX | OMPI | PRTE | PBS | LSB | LSF | FLUX)_ \w*
-    | TRAIN_(AGENT_PID | ATTEMPT | FAULT | NAME | PROVE | RUNS | RUN_DIR | SNAPSHOT | STATE | TRUSTED_OWNER | WARM)
+    | TRAIN_(AGENT_PID | ATTEMPT | FAULT | LEASES | NAME | PROVE | RUNS | RUN_DIR | SLOTS | SNAPSHOT | STATE)
+    | TRAIN_(TRUSTED_OWNER | WARM)
     """
 )
 """Names of variables that describe a session, a job or a rank. They are not kept: they would be wrong later."""

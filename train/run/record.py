@@ -126,6 +126,14 @@ class Record(TypedDict):
     """The digest with that station's key."""
     nproc: NotRequired[int]
     gpus: NotRequired[str | None]
+    wants: NotRequired[dict[str, Any]]
+    """What the user has asked for: `gpus` as typed (None: nothing), and whether the run takes a `lease` of them."""
+    ticket: NotRequired[int]
+    """Place in the queue: nanoseconds since the epoch when the run was first launched."""
+    queued: NotRequired[bool]
+    """Whether it waits in the queue, or was killed there."""
+    after: NotRequired[list[str]]
+    """Names of runs for which it waits."""
     max_restarts: NotRequired[int | None]
     """None: not chosen, so the program decides when a rank dies."""
     kept: NotRequired[dict[str, int] | None]

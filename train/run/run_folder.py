@@ -49,16 +49,21 @@ def stamp(seconds: float) -> str:
 
 
 class Lock:
-    """The held lock of a run: one open file. Processes that inherit `fd` hold it too."""
+    """The held lock of a run: one open file. Processes that inherit `fd` hold it too.
+
+    `leases` are open files by which the run holds GPUs or cores (leases/devices.py), for as long as the lock.
+    """
 
     def __init__(self, fd: int) -> None:
         self.fd = fd
+        self.leases: list[int] = []
 
     def release(self) -> None:
-        """Close this process's copy. The lock is free when every process that inherited it has done so or died."""
-        if self.fd >= 0:
-            os.close(self.fd)
-        self.fd = -1
+        """Close this process's copies. The lock is free when every process that inherited it has done so or died."""
+        for fd in (self.fd, *self.leases):
+            if fd >= 0:
+                os.close(fd)
+        self.fd, self.leases = -1, []
 
 
 class Run:
@@ -232,7 +237,7 @@ class Run:
     def read_effective(self, of_any_format: bool = False) -> Record:
         """Read run.json with the effective state, and the owner if that is another user. Errors as in `read`."""
         record = self.read(of_any_format)
-        is_alive = record["state"] not in (states.RUNNING, states.CREATED) or self.alive()
+        is_alive = record["state"] not in (states.RUNNING, states.CREATED, states.QUEUED) or self.alive()
         if not is_alive:
             record = self.read(of_any_format)  # the run may have ended between the two looks
         return states.effective(

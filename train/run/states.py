@@ -25,7 +25,8 @@ INTERRUPTED = "interrupted"
 COPY = "copy"
 """Effective only: it would be resumed automatically if this station had started it (ownership.py)."""
 QUEUED = "queued"
-"""Effective only: the cluster has not started the run yet, or will start it again."""
+"""It waits for GPUs, for cores or for other runs. Effective, of a submitted run: the cluster has not started it yet, or
+will start it again."""
 OTHER_FORMAT = "other-format"
 """Effective only: the run has another format (record.FORMAT), so this version only shows and removes it."""
 CHECKING = "checking"
@@ -37,8 +38,8 @@ ALL = (CHECKING, CREATED, QUEUED, RUNNING, STOPPED, INTERRUPTED, COPY, FAILED, F
 def effective(record: Record, is_alive: bool, *, was_started_here: Callable[[], bool], other_user: str) -> Record:
     """Return a record with the effective state.
 
-    A run that is recorded as running but not alive is interrupted. A run that would be resumed automatically but was
-    not started here is a copy.
+    A run that is recorded as running or queued but not alive is interrupted. A run that would be resumed automatically
+    but was not started here is a copy.
 
     Args:
         other_user: The owner of the run folder, if that is another user; else ''.
@@ -48,9 +49,11 @@ def effective(record: Record, is_alive: bool, *, was_started_here: Callable[[], 
         record["owner"] = other_user
     # at a resume a run is recorded as created for a moment
     was_running = record["state"] == RUNNING or (record["state"] == CREATED and bool(record["attempts"]))
-    if was_running and not is_alive:
+    if record["state"] == QUEUED and not is_alive:
+        record |= {"state": INTERRUPTED, "reason": f"killed while it waited; to wait again: {_again(record)} --queue"}
+    elif was_running and not is_alive:
         record["state"] = INTERRUPTED
-        record["reason"] = record.get("reason") or f"its processes died; continue with: train resume {record['name']}"
+        record["reason"] = record.get("reason") or f"its processes died; continue with: {_again(record)}"
     is_resumed = record["state"] == INTERRUPTED or rests_by_itself(record)
     if is_resumed and not record.get("submitted") and not was_started_here():
         how = "it comes from elsewhere, or was copied, edited, moved or renamed by hand"
@@ -59,6 +62,10 @@ def effective(record: Record, is_alive: bool, *, was_started_here: Callable[[], 
             reason = "it belongs to another user; copy its folder to get a run of yours"
         record |= {"state": COPY, "reason": reason}
     return record
+
+
+def _again(record: Record) -> str:
+    return f"train resume {record['name']}"
 
 
 def rests_by_itself(record: Record) -> bool:

@@ -19,13 +19,14 @@ def script_rank(command: list[str], files: list[int]) -> NoReturn:
 
     Args:
         command: Arguments after `python -u`.
-        files: Standard files, the run's lock, and its folder.
+        files: Standard files, the run's lock, its folder, and leases.
     """
     for number in SIGNALS:
         signal.signal(number, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
     memory.lower_than_agent()
-    os.set_inheritable(files[3], True)  # the script and what it starts hold the run's lock,
+    for fd in (files[3], *files[5:]):  # the script and what it starts hold the run's lock and leases,
+        os.set_inheritable(fd, True)
     os.set_inheritable(files[4], False)  # but not its folder
     caches.provide()
     os.execv(sys.executable, [sys.executable, "-u", *command])

@@ -142,8 +142,9 @@ class Ranks(abc.ABC):
             if not self._has_terminal(rank_env):
                 files = [os.open(os.devnull, os.O_RDONLY), log, log]
                 held.callback(os.close, files[0])
+            leases = self._lock.leases[rank_env.local_rank :: self.count]  # each rank those of its own GPUs
             self._pids[rank_env.rank] = self._zygote.fork(
-                function, arguments, files=[*files, self._lock.fd, self.run.fd, *more],
+                function, arguments, files=[*files, self._lock.fd, self.run.fd, *more, *leases],
                 environ=environ, after=self._after,
             )  # fmt: skip
 

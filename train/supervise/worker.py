@@ -138,7 +138,8 @@ def task_rank(
         rank_env: The fields of RankEnv except `init`.
         has_terminal: Whether its output goes to the terminal of `train run` and not to its log.
         meeting: How the ranks connect: {}: by an open file; else by `host` and `port`, at which rank 0 listens.
-        files: Standard files, the run's lock, its folder, and the open file or listening socket for connecting.
+        files: Standard files, the run's lock, its folder, the open file or listening socket for connecting, and
+            leases.
     """
     stop = StopRequest()
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
@@ -146,7 +147,8 @@ def task_rank(
     run, rank = Run(Path(folder), files.pop(4)), rank_env["rank"]
     logs = run.logs(attempt)
     memory.lower_than_agent()
-    os.set_inheritable(files[3], True)  # a process that the task starts keeps the run alive too
+    for fd in (files[3], *files[5:]):  # a process that the task starts keeps the run alive, and its GPU, too
+        os.set_inheritable(fd, True)
     with contextlib.suppress(ImportError):  # in a checkout that was not installed: tests/gpu/README.md
         from setproctitle import setproctitle
 

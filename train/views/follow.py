@@ -78,11 +78,11 @@ def watch(one: RunStatus, view: View, *, rank: int = 0, timeout: float = math.in
 def _watch(one: RunStatus, view: View, until: float) -> RunStatus:
     """Show a run of this station until it ends. Return how it stands then."""
     show_change = _Changes(view.say)
-    while one.state in (states.RUNNING, states.CREATED):
+    while one.is_alive:
         if time.monotonic() > until:
             return one
         view.update(one.record)
-        if one.reason:  # a running run with a reason waits for other machines
+        if one.reason:  # it waits: for GPUs, other runs or other machines
             show_change(one.reason)
         time.sleep(_LOOK_EVERY)
         one = here(one.run)

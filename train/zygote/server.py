@@ -53,7 +53,7 @@ OFF = "TRAIN_WARM"
 _BLAS = "OPENBLAS_NUM_THREADS"
 """Variable that NumPy's OpenBLAS reads when loaded. Without it OpenBLAS starts one thread per core, in every rank."""
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
-_MOST_FILES = 16
+_MOST_FILES = 80
 _ENDING = 2.0
 """Seconds that killed orphans get to vanish."""
 _TMUX = "tmux: server"

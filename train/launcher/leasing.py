@@ -1,0 +1,221 @@
+"""What a launch wants to hold while it runs, and takes before it is checked: the check may use the GPUs."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from ..build import cores
+from ..errors import Refused, is_whole, whole
+from ..gpus import VISIBLE
+from ..leases import devices, tickets
+from ..leases.devices import CORE, GPU, Device, Reservation, Wants
+from ..leases.locks import FOLDER, Holder, Unusable
+from ..run import environment, folders, states
+from ..run.record import Record
+from ..run.run_folder import Run
+from . import ranks_and_gpus
+from .request import Launch
+
+_PATIENCE = 3.0
+"""Seconds to try again: the memory of a GPU whose process was killed is free a moment later."""
+
+
+def reserve(launch: Launch, *, run: Run | None = None, record: Record | None = None) -> Reservation:
+    """Take what a launch wants to hold, or say that it waits in the queue. `launch.leased` then names its GPUs.
+
+    CUDA_VISIBLE_DEVICES of this process names the GPUs among which it may choose.
+
+    Args:
+        run, record: The run that is resumed, and its run.json.
+
+    Raises:
+        Refused: the GPUs are in use, and the launch does not wait; or what it asks for can never be had.
+    """
+    known: Mapping[str, Any] = record or {}
+    asked = known.get("wants") or {}
+    launch.lease = launch.lease and bool(asked.get("lease", True))
+    if launch.gpus is None and launch.nproc is None:
+        launch.gpus = asked.get("gpus")
+    check_after(Path(launch.runs), launch.name, launch.after)
+    if why := _takes_none(launch, record):
+        if launch.queue or launch.after:
+            raise Refused(f"--queue: {why}; leave it out")
+        return Reservation()
+    if run is not None:
+        ranks_and_gpus.see(_visible_for_resume(launch, run))
+    held = Reservation()
+    try:
+        held.wants = wants = _wants_of(launch, known, held)
+        if wants is None:
+            return held
+        if launch.queue is None:  # by the keeper, for example
+            launch.queue = wants.kind == GPU or bool(known.get("queued"))
+            launch.after = [*(known.get("after") or ())] if launch.queue else []
+        if launch.after or (launch.queue and tickets.waiting(wants.kind)):
+            held.is_queued = True
+        else:
+            _take(launch, held)
+    except (Unusable, OSError) as error:
+        if launch.queue:
+            raise Refused(f"--queue: {error}; set {FOLDER} to a folder that all users can write") from None
+        held.said.append(f"{error}, so other runs do not know of this one")
+    return held
+
+
+def facts(launch: Launch, held: Reservation, before: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of run.json about what a run holds or waits for.
+
+    Args:
+        before: run.json of a run that is resumed: it keeps its place in the queue.
+    """
+    found = {
+        "wants": {"gpus": launch.gpus, "lease": launch.lease}, "queued": held.is_queued, "after": launch.after,
+        "ticket": before.get("ticket") or time.time_ns(),
+    }  # fmt: skip
+    if held.is_queued:
+        what = f"waits for {', '.join(launch.after) or held.wants}"
+        found |= {"state": states.QUEUED, "reason": what}
+    return found
+
+
+def check_after(runs: Path, name: str, after: Iterable[str]) -> None:
+    """Check that a run can wait for other runs.
+
+    Raises:
+        Refused: there is no such run, it will never finish, or it waits for this one.
+    """
+    left, seen = [*after], set[str]()
+    while left:
+        one = left.pop()
+        record = folders.find(runs, one).read_effective()
+        if one == name or name in (record.get("after") or ()):
+            raise Refused(
+                f"--after {one}: {one} waits for {name}; leave it out"
+                if one != name
+                else f"--after {one}: a run cannot wait for itself; leave it out"
+            )
+        if one not in seen:
+            seen.add(one)
+            left += record.get("after") or ()
+    for one in after:
+        if why := why_never(folders.find(runs, one).read_effective()):
+            raise Refused(f"--after {one}: {why}; continue it first: train resume {one}")
+
+
+def why_never(record: Record) -> str:
+    """Return why a run does not finish by itself; '' if it has finished, or still may.
+
+    Args:
+        record: run.json with the effective state.
+    """
+    is_over = record["state"] == states.FAILED or (
+        record["state"] == states.STOPPED and not states.rests_by_itself(record)
+    )
+    return f"{record['name']} {'failed' if record['state'] == states.FAILED else 'was stopped'}" if is_over else ""
+
+
+def adapt(launch: Launch, held: Reservation, config: str) -> None:
+    """Give back the GPUs of a run that turns out to train on the CPU, and take cores.
+
+    Args:
+        config: The text of its config.toml, which says so; '': unknown.
+    """
+    if held.lease is not None and held.lease.kind == GPU and 'device = "cpu"' in config.splitlines():
+        held.lease.release()
+        every = devices.cores_here(cores.usable())
+        held.wants = Wants(CORE, every, min(max(held.wants.count, 1) if held.wants else 1, len(every)))
+        with contextlib.suppress(Unusable, OSError):
+            _take(launch, held)
+        launch.leased = None
+
+
+def _takes_none(launch: Launch, record: Record | None) -> str:
+    """Return why a launch holds nothing; '' if it does."""
+    if not launch.lease:
+        return "a run with --no-lease takes what it finds"
+    if launch.machines(record):
+        return "a run on several machines does not wait for GPUs"
+    if (record is not None and record.get("submission")) or getattr(launch, "submission", None):
+        return "the cluster has chosen its GPUs"
+    return ""
+
+
+def _visible_for_resume(launch: Launch, run: Run) -> str | None:
+    """Return the GPUs among which a resume may choose, as in CUDA_VISIBLE_DEVICES: those that the caller sees if that
+    has changed since the start or --gpus counts among them, else those of the start."""
+    before = environment.read(run.folder)
+    saved = before.values.get(VISIBLE) if before is not None else None
+    is_changed = launch.visible is not None and launch.visible != saved
+    return launch.visible if is_changed else saved
+
+
+def _wants_of(launch: Launch, record: Mapping[str, Any], held: Reservation) -> Wants | None:
+    """Return what a launch wants to hold; None: nothing, because its GPUs cannot be leased.
+
+    Raises:
+        Refused: it asks for a number of GPUs that are not here.
+    """
+    nproc = launch.nproc or (None if launch.gpus else str(record.get("nproc") or record.get("world_size") or 1))
+    count = whole(nproc) if nproc is not None and is_whole(nproc) else 0 if nproc == "auto" else 1
+    flags = getattr(launch, "flags", None) or {}
+    is_on_cpu = flags.get("device", record.get("device")) == "cpu"
+    here: list[Device] = []
+    if not is_on_cpu:
+        try:
+            here = devices.gpus_here()
+        except LookupError as error:
+            if launch.queue:
+                raise Refused(f"--queue: {error} in {VISIBLE} cannot be leased; leave --queue out") from None
+            held.said.append(f"{error} in {VISIBLE} cannot be leased, so other runs do not know of this one")
+            return None
+    if not here:
+        every = devices.cores_here(cores.usable())
+        return Wants(CORE, every, min(max(count, 1), len(every)))
+    if launch.gpus is None:
+        return Wants(GPU, here, min(count, len(here)))
+    ids = ranks_and_gpus.ids_in(launch.gpus, len(here))
+    if "," in launch.gpus:
+        return Wants(GPU, [here[int(one)] for one in ids], len(ids))
+    return Wants(GPU, here, len(ids))
+
+
+def _take(launch: Launch, held: Reservation) -> None:
+    """Take what is wanted, or queue. A launch that does not wait tries for some seconds."""
+    wants = held.wants
+    assert wants is not None
+    note, until = Holder.of(launch.name), time.monotonic() + _PATIENCE
+    while True:
+        held.lease, obstacles = devices.take(wants, note)
+        before = tickets.waiting(GPU) if held.lease is not None and wants.kind == GPU and not launch.queue else []
+        if held.lease is not None and not before:
+            launch.leased = held.lease.visible if wants.kind == GPU else None
+            return
+        if launch.queue:
+            held.is_queued = True
+            return
+        if wants.kind == CORE:
+            _take_some(held, wants, note, obstacles)
+            return
+        if held.lease is not None:
+            held.lease.release()
+            first = before[0].holder
+            obstacles = [f"{first.run} of {first.user} waits for {first.wants} before it"]
+        if time.monotonic() > until:
+            break
+        time.sleep(0.1)
+    raise Refused(f"{', '.join(obstacles)}; to wait for {wants}: --queue; without a lease: --no-lease")
+
+
+def _take_some(held: Reservation, wants: Wants, note: Holder, obstacles: list[str]) -> None:
+    """Take the cores that are free, and say who has the others."""
+    others = f"{len(obstacles)} of the {len(wants.devices)} cores here {'is' if len(obstacles) == 1 else 'are'}"
+    who = obstacles[0].partition(" is held ")[2] if obstacles else "by others"
+    held.said.append(f"{others} held {who}, so this run slows others down; to wait for its turn: --queue")
+    for count in range(wants.count - 1, 0, -1):
+        held.lease, _ = devices.take(Wants(CORE, wants.devices, count), note)
+        if held.lease is not None:
+            break
