@@ -109,7 +109,7 @@ check_form() { # NAME DEFAULT PATTERN WHAT
     [[ $(setting "$1" "$2") =~ ^($3)$ ]] || die "$1=$(setting "$1" "$2"): it is $4"
 }
 check_settings() {
-    local bind key data runs cores network free left
+    local bind key data leases runs cores network free left
     left=$(grep -m 1 'REPLACE_WITH_' <<<"$settings" | sed -E 's/^ *"(.*)": "(.*)",?$/\1=\2/') || :
     [ -z "$left" ] || die "$left in .env is a placeholder: replace it, or remove that line"
     check_form GPUS all 'all|none|[1-9][0-9]*|([0-9]+,)+[0-9]*' "all, none, a count such as 2, or ids such as 0,1 (a single id: 2,)"
@@ -154,6 +154,11 @@ check_settings() {
     runs=$(expand "$(setting RUNS_DIR ./runs)")
     check_folder RUNS_DIR "$runs"
     check_place RUNS_DIR "$runs"
+    leases=$(expand "$(setting LEASES_DIR)")
+    if [[ $leases == */* ]]; then # otherwise a volume
+        check_folder LEASES_DIR "$leases"
+        check_place LEASES_DIR "$leases"
+    fi
     [ ! -e "$runs" ] || [ -d "$runs" ] || die "RUNS_DIR=$runs is no folder: name a folder in .env"
     [ -e "$runs" ] || runs=$(dirname "$runs")
     [ -w "$runs" ] || die "you cannot write to $runs: name another folder as RUNS_DIR in .env, or sudo chown -R $(id -u):$(id -g) $runs"

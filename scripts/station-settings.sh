@@ -12,7 +12,7 @@ expand() { printf '%s' "${1/#\~\//$HOME/}"; }
 
 known="APT_MIRROR BASE_IMAGE BIND_ADDRESS CA_BUNDLE CLUSTER_ADDRESS CLUSTER_NETWORK COMPOSE_FILE COMPOSE_PROFILES CPUS
     CUDA_IMAGE DATASETS_DIR DCGM_EXPORTER_IMAGE DEV_UID EXTRA_APT GPUS GRAFANA_IMAGE GRAFANA_PORT HF_ENDPOINT HTTP_PROXY
-    HTTPS_PROXY JUPYTER_PORT KERNEL_IDLE_HOURS MEMORY MIN_FREE_MB MONITORING_ADDRESS NO_PROXY NVIDIA_TOOLKIT_MIRROR PROMETHEUS_IMAGE PIDS_LIMIT PIP_INDEX_URL PROTECT_CHECKOUT RUNS_DIR SSH_PORT SSH_PUBLIC_KEY STATION_EXPORTER STATION_HOSTNAME STATION_LANG
+    HTTPS_PROXY JUPYTER_PORT KERNEL_IDLE_HOURS LEASES_DIR MEMORY MIN_FREE_MB MONITORING_ADDRESS NO_PROXY NVIDIA_TOOLKIT_MIRROR PROMETHEUS_IMAGE PIDS_LIMIT PIP_INDEX_URL PROTECT_CHECKOUT RUNS_DIR SSH_PORT SSH_PUBLIC_KEY STATION_EXPORTER STATION_HOSTNAME STATION_LANG
     STATION_BUILT STATION_IMAGE STATION_LOWERED STATION_TARGET"
 settings=""
 # Let docker compose read .env, all settings at once. The environment wins over it.
@@ -165,6 +165,10 @@ make_missing_files() {
     # The station trusts the certificates of this machine, because the network may inspect TLS.
     if [ -z "$(setting CA_BUNDLE)" ] && [ -s /etc/ssl/certs/ca-certificates.crt ]; then
         remember CA_BUNDLE /etc/ssl/certs/ca-certificates.crt
+    fi
+    # These engines can make no folder of the machine, so their stations share a volume.
+    if [ -z "$(setting LEASES_DIR)" ] && [[ $(docker info -f '{{.OperatingSystem}} {{.SecurityOptions}}') =~ Docker\ Desktop|name=rootless ]]; then
+        remember LEASES_DIR trainstation-leases
     fi
     # In a rootless engine the owner's number is root's inside. The station detects that itself.
     if [ -z "$(setting DEV_UID)" ] && [ "$(owner_of .)" != 0 ] && [[ $engine_options != *name=rootless* ]]; then

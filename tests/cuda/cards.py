@@ -43,7 +43,7 @@ class Cards:
 def _row(number: int) -> dict[str, Any]:
     return {
         "uuid": uuid(number), "name": "Stand-in_H100", "major": 9, "minor": 0, "answers": 1, "use": 50 + number,
-        "used": 10 << 30, "size": 80 << 30, "celsius": 60, "slowdown": 90, "milliwatts": 300_000, "limit": 700_000,
+        "used": 400 << 20, "size": 80 << 30, "celsius": 60, "slowdown": 90, "milliwatts": 300_000, "limit": 700_000,
         "corrected": 3, "uncorrected": 0, "reasons": 4, "mode": 0, "persistence": 1, "pid": 0, "bytes": 0,
     }  # fmt: skip
 

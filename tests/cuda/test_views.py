@@ -17,11 +17,11 @@ pytestmark = pytest.mark.minutes
 
 
 def test_four_gpus_are_shown_with_the_ranks_on_them(machine: GpuStation) -> None:
-    for number in range(4):
-        machine.cards.write(number, used=(number + 1) << 30, celsius=40 + number)
     visible = f"{uuid(3)},{uuid(1)}"
     machine.ok("launch", "fake", "--name", "one", "--gpus", 2, "--steps", 100000, env={"CUDA_VISIBLE_DEVICES": visible})
     machine.wait_for_step("one", 1)
+    for number in range(4):
+        machine.cards.write(number, used=(number + 1) << 30, celsius=40 + number)
     top = machine.ok("top", "--once").stdout
     for number in range(4):
         line = rf"^GPU {number} +gpu +{50 + number} % +{number + 1}\.0 of 80 GiB +4{number} C"

@@ -184,7 +184,7 @@ class Station:
 
     def wait_for_end(self, name: str) -> dict[str, Any]:
         """Wait until no process of the run is alive; its effective record then."""
-        self.wait(name, lambda record: record["state"] not in ("created", "running"), "its end")
+        self.wait(name, lambda record: record["state"] not in ("created", "queued", "running"), "its end")
         deadline = time.monotonic() + PATIENCE
         while self.run(name).alive():
             assert time.monotonic() < deadline, f"{name} never released its lock"

@@ -51,5 +51,7 @@ def run(options: Namespace, runs: Path) -> int:
             began = seconds_of(line["since"])
             since = ago(time.time() - began) if began else "-"
             rows.append([str(line["place"]), line["run"], line["user"], line["wants"], since])
-        print(screen.table([[screen.printable(cell) for cell in row] for row in rows], screen.width(sys.stdout), spare=()))
+        print(
+            screen.table([[screen.printable(cell) for cell in row] for row in rows], screen.width(sys.stdout), spare=())
+        )
     return EXIT_FINISHED

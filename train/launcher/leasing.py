@@ -36,10 +36,7 @@ def reserve(launch: Launch, *, run: Run | None = None, record: Record | None = N
         Refused: the GPUs are in use, and the launch does not wait; or what it asks for can never be had.
     """
     known: Mapping[str, Any] = record or {}
-    asked = known.get("wants") or {}
-    launch.lease = launch.lease and bool(asked.get("lease", True))
-    if launch.gpus is None and launch.nproc is None:
-        launch.gpus = asked.get("gpus")
+    launch.lease = launch.lease and bool((known.get("wants") or {}).get("lease", True))
     check_after(Path(launch.runs), launch.name, launch.after)
     if why := _takes_none(launch, record):
         if launch.queue or launch.after:
@@ -73,7 +70,7 @@ def facts(launch: Launch, held: Reservation, before: Mapping[str, Any]) -> dict[
         before: run.json of a run that is resumed: it keeps its place in the queue.
     """
     found = {
-        "wants": {"gpus": launch.gpus, "lease": launch.lease}, "queued": held.is_queued, "after": launch.after,
+        "wants": {"gpus": _asked_gpus(launch, before), "lease": launch.lease}, "queued": held.is_queued, "after": launch.after,
         "ticket": before.get("ticket") or time.time_ns(),
     }  # fmt: skip
     if held.is_queued:
@@ -82,25 +79,29 @@ def facts(launch: Launch, held: Reservation, before: Mapping[str, Any]) -> dict[
     return found
 
 
+def _asked_gpus(launch: Launch, before: Mapping[str, Any]) -> str | None:
+    """Return --gpus as the user gave it, now or at the start; None: never, or this launch gives --nproc."""
+    asked: str | None = (before.get("wants") or {}).get("gpus") if launch.nproc is None else None
+    return launch.gpus if launch.gpus is not None else asked
+
+
 def check_after(runs: Path, name: str, after: Iterable[str]) -> None:
     """Check that a run can wait for other runs.
 
     Raises:
         Refused: there is no such run, it will never finish, or it waits for this one.
     """
+    if name in after:
+        raise Refused(f"--after {name}: a run cannot wait for itself; leave it out")
     left, seen = [*after], set[str]()
     while left:
         one = left.pop()
         record = folders.find(runs, one).read_effective()
-        if one == name or name in (record.get("after") or ()):
-            raise Refused(
-                f"--after {one}: {one} waits for {name}; leave it out"
-                if one != name
-                else f"--after {one}: a run cannot wait for itself; leave it out"
-            )
-        if one not in seen:
-            seen.add(one)
-            left += record.get("after") or ()
+        others = record.get("after") or []
+        if name in others:
+            raise Refused(f"--after {one}: {one} waits for {name}; leave it out")
+        left += [other for other in others if other not in seen]
+        seen.add(one)
     for one in after:
         if why := why_never(folders.find(runs, one).read_effective()):
             raise Refused(f"--after {one}: {why}; continue it first: train resume {one}")
@@ -175,12 +176,18 @@ def _wants_of(launch: Launch, record: Mapping[str, Any], held: Reservation) -> W
     if not here:
         every = devices.cores_here(cores.usable())
         return Wants(CORE, every, min(max(count, 1), len(every)))
-    if launch.gpus is None:
-        return Wants(GPU, here, min(count, len(here)))
-    ids = ranks_and_gpus.ids_in(launch.gpus, len(here))
-    if "," in launch.gpus:
-        return Wants(GPU, [here[int(one)] for one in ids], len(ids))
-    return Wants(GPU, here, len(ids))
+    if launch.gpus is not None:
+        return _of_gpus(launch.gpus, here)
+    if (asked := _asked_gpus(launch, record)) is not None:
+        with contextlib.suppress(Refused):  # the machine has changed; the check says what is missing
+            return _of_gpus(asked, here)
+    return Wants(GPU, here, min(count, len(here)))
+
+
+def _of_gpus(text: str, here: list[Device]) -> Wants:
+    """Return what --gpus says. Raises Refused: there are no such GPUs."""
+    ids = ranks_and_gpus.ids_in(text, len(here))
+    return Wants(GPU, [here[int(one)] for one in ids] if "," in text else here, len(ids))
 
 
 def _take(launch: Launch, held: Reservation) -> None:

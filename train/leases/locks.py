@@ -19,7 +19,7 @@ import struct
 from pathlib import Path
 from typing import Any
 
-from ..errors import Refused, one_line
+from ..errors import Refused
 from ..run import environment, run_folder
 
 FOLDER = "TRAIN_LEASES"
@@ -65,7 +65,11 @@ class Holder:
             found = json.loads(content)
         known = found if isinstance(found, dict) else {}
         texts = {field.name: known.get(field.name) for field in dataclasses.fields(cls)}
-        return cls(**{name: one_line(text)[:100] if isinstance(text, str) else "" for name, text in texts.items()})
+        return cls(**{name: _shown(text) if isinstance(text, str) else "" for name, text in texts.items()})
+
+
+def _shown(text: str) -> str:
+    return "".join(one if one.isprintable() else "?" for one in text[:100])
 
 
 def folder() -> Path:

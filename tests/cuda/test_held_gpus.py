@@ -1,0 +1,53 @@
+"""Runs hold their GPUs: no two runs get the same one, and a run that waits gets those that become free."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tests.cuda.conftest import GpuStation
+
+pytestmark = pytest.mark.minutes
+
+LONG = ["--steps", 100000]
+SHORT = ["--steps", 2, "--checkpoint.every_minutes", 0]
+
+
+def test_runs_take_free_gpus_and_a_run_that_finds_none_is_refused_or_waits(machine: GpuStation) -> None:
+    machine.ok("launch", "fake", "--name", "pair", "--nproc", 2, *LONG)
+    machine.ok("launch", "fake", "--name", "third", "--gpus", "2,", *LONG)
+    machine.cards.write(3, pid=4711, bytes=1 << 30)
+    assert machine.record("pair")["gpus"] == "0,1" and machine.record("third")["gpus"] == "2"
+    refused = machine("launch", "fake", "--name", "late", *SHORT)
+    assert refused.returncode == 2 and refused.stderr.count("\n") == 1, refused.stderr
+    for told in ("GPU 0 is held by ", "(pair, since ", "GPU 3 is in use by process 4711, without a lease", "--queue"):
+        assert told in refused.stderr, refused.stderr
+    assert not (machine.runs / "late").exists()
+    held = json.loads(machine.ok("gpus", "--json").stdout)
+    assert [one["run"] for one in held] == ["pair", "pair", "third", ""] and held[3]["other"] == "process 4711"
+    machine.ok("launch", "fake", "--name", "late", "--queue", *SHORT)
+    machine.wait("late", lambda record: "first in the queue: GPU 0 is held" in record["reason"])
+    behind = machine("launch", "fake", "--name", "hasty", "--gpus", "3,", *SHORT)
+    assert behind.returncode == 2 and "late of " in behind.stderr or "process 4711" in behind.stderr, behind.stderr
+    machine.ok("launch", "fake", "--name", "careless", "--no-lease", *SHORT, "--follow")
+    machine.ok("stop", "third")
+    assert machine.wait_for_end("late")["state"] == "finished"
+    assert machine.record("late")["gpus"] == "2"
+    machine.ok("stop", "pair")
+    machine.ok("launch", "fake", "--name", "another", "--gpus", "1,", *LONG)
+    machine.ok("resume", "pair")  # two free ones, whichever they are
+    assert machine.record("pair")["gpus"] == "0,2"
+
+
+def test_a_resume_takes_the_gpus_that_the_user_named_or_waits_for_them(machine: GpuStation) -> None:
+    machine.ok("launch", "fake", "--name", "named", "--gpus", "1,", *LONG)
+    machine.wait_for_step("named", 1)
+    machine.ok("stop", "named")
+    machine.ok("launch", "fake", "--name", "thief", "--gpus", "1,", *LONG)
+    refused = machine("resume", "named")
+    assert refused.returncode == 2 and "GPU 1 is held by" in refused.stderr and "thief" in refused.stderr
+    machine.ok("resume", "named", "--queue")
+    machine.ok("stop", "thief")
+    machine.wait("named", lambda record: record["state"] == "running")
+    assert machine.record("named")["gpus"] == "1"

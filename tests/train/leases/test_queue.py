@@ -1,0 +1,103 @@
+"""Runs that wait: for cores, and for other runs; stopped, killed and suspended while they wait."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+from tests.train.conftest import Station
+from tests.waiting import eventually
+from train.run.states import rests_by_itself
+
+SHORT = ["--steps", 3, "--cpu_threads", 1, "--log.tensorboard", "false"]
+CORES = {"TRAIN_SLOTS": "2"}
+
+
+def _hold_both_cores(station: Station, name: str) -> None:
+    """Start a run of two ranks that does nothing until it is stopped."""
+    station.more |= CORES
+    (station.folder / "idle.py").write_text("import time\ntime.sleep(600)\n")
+    station.ok("launch", "--script", "idle.py", "--name", name, "--nproc", 2)
+
+
+def _waiter(station: Station, name: str) -> int:
+    """The process that waits: the only one that holds the run's lock; 0: none."""
+    found = os.stat(station.runs / name / "lock").st_ino
+    with open("/proc/locks", encoding="ascii") as file:
+        lines = [line.split() for line in file]
+    return next((int(line[4]) for line in lines if line[5].endswith(f":{found}")), 0)
+
+
+def test_runs_wait_their_turn_and_keep_their_place(station: Station) -> None:
+    _hold_both_cores(station, "queue-long")
+    told = station.ok("launch", "digits", "--name", "queue-now", *SHORT, "--follow").stderr
+    assert "2 of the 2 cores here are held by" in told and "(queue-long, since" in told and "--queue" in told
+    for name in ("queue-1", "queue-2"):
+        station.ok("launch", "digits", "--name", name, *SHORT, "--queue")
+    station.wait("queue-2", lambda record: record["reason"] == "waits for 1 core, place 2, after queue-1")
+    assert station.record("queue-1")["state"] == "queued"
+    listed = station.ok("queue").stdout.splitlines()
+    assert [line.split()[:2] for line in listed[1:]] == [["1", "queue-1"], ["2", "queue-2"]]
+    assert "queue-long" in station.ok("gpus").stdout
+    again = station("resume", "queue-1")
+    assert again.returncode == 2 and "waits already; see: train queue" in again.stderr
+
+    os.kill(_waiter(station, "queue-1"), signal.SIGKILL)  # the second is first now, and the first comes back before it
+    station.wait("queue-2", lambda record: record["reason"].startswith("waits for 1 core, first in the queue: core 0"))
+    assert station.run("queue-1").read_effective()["state"] == "interrupted"
+    assert "killed while it waited" in station.ok("show", "queue-1").stdout
+    station.ok("resume", "queue-1", "--queue")
+    station.wait("queue-2", lambda record: record["reason"] == "waits for 1 core, place 2, after queue-1")
+
+    stopped = station.ok("stop", "queue-2").stdout + station.ok("stop", "queue-2").stderr
+    assert station.record("queue-2")["state"] == "stopped" and "while it waited" in stopped
+    station.ok("stop", "queue-long")
+    assert station.wait_for_end("queue-1")["state"] == "finished"
+    station.ok("resume", "queue-2", "--follow")
+    digests = {station.record(name)["weights_sha256"] for name in ("queue-now", "queue-1", "queue-2")}
+    assert len(digests) == 1 and None not in digests
+
+
+def test_a_run_waits_for_others_and_stops_with_them(station: Station) -> None:
+    _hold_both_cores(station, "after-long")
+    for wrong, said in (
+        (["--after", "nobody"], "there is no run nobody"), (["--after", "after-1"], "cannot wait for itself"),
+        (["--after", ","], "--after is empty"), (["--after", "after-long", "--no-lease"], "--no-lease waits for nothing"),
+        (["--queue", "--nnodes", "2", "--node-rank", "0", "--rendezvous", "127.0.0.1:9"], "several machines"),
+    ):  # fmt: skip
+        refused = station("launch", "digits", "--name", "after-1", *SHORT, *wrong)
+        assert refused.returncode == 2 and said in refused.stderr and refused.stderr.count("\n") == 1, refused.stderr
+        assert not (station.runs / "after-1").exists()
+    station.ok("launch", "digits", "--name", "after-1", *SHORT, "--after", "after-long")
+    station.ok("launch", "digits", "--name", "after-2", *SHORT, "--after", "after-1,after-long")
+    station.wait("after-2", lambda record: record["reason"] == "waits for after-1, after-long")
+    station.ok("stop", "after-long")
+    first, second = station.wait_for_end("after-1"), station.wait_for_end("after-2")
+    assert first["state"] == "stopped" and not rests_by_itself(first)
+    assert first["reason"] == "stopped, because after-long was stopped, for which it waited"
+    assert second["reason"].startswith("stopped, because after-") and second["state"] == "stopped"
+    refused = station("launch", "digits", "--name", "after-3", *SHORT, "--after", "after-1")
+    assert refused.returncode == 2 and "after-1 was stopped; continue it first: train resume after-1" in refused.stderr
+    station.ok("resume", "after-1", "--follow")
+    station.ok("launch", "digits", "--name", "after-3", *SHORT, "--after", "after-1", "--follow")
+    assert station.record("after-3")["state"] == "finished"
+
+
+def test_a_keeper_that_stops_everything_brings_queued_runs_back(station: Station) -> None:
+    _hold_both_cores(station, "kept-long")
+    station.ok("launch", "digits", "--name", "kept-queued", *SHORT, "--queue")
+    keeper = station.start("keeper")
+    assert "keeping the runs in" in keeper.stdout.readline()
+    keeper.terminate()
+    keeper.communicate(timeout=station.patience)
+    assert station.record("kept-queued")["state"] == "stopped" and rests_by_itself(station.record("kept-queued"))
+    station.ok("resume", "kept-long")
+    keeper = station.start("keeper")
+    station.wait("kept-queued", lambda record: record["state"] == "queued")
+    os.kill(killed := _waiter(station, "kept-queued"), signal.SIGKILL)
+    eventually("it is back", lambda: _waiter(station, "kept-queued") not in (0, killed))
+    station.wait("kept-queued", lambda record: record["state"] == "queued")
+    station.ok("stop", "kept-long")
+    assert station.wait_for_end("kept-queued")["state"] == "finished"
+    keeper.terminate()
+    keeper.communicate(timeout=station.patience)
