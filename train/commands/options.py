@@ -81,6 +81,11 @@ def add_ranks(parser: Parser) -> None:
     add("--queue", action="store_true", help="Wait in the queue until the GPUs, or cores, are free.")
     text = "Wait until these runs have finished, and then in the queue. If one fails or is stopped, this one stops."
     add("--after", metavar="NAME[,NAME]", help=text, offer=run_names)
+    text = (
+        "While another run of yours (mine), or of anybody (all), waits for its GPUs or cores: save, stop, and wait "
+        "behind it. The run comes back by itself."
+    )
+    add("--gives-way", metavar="mine|all", help=text, offer=words("mine", "all"))
     text = "Show the progress until the run ends, then exit with its code: 0, 3 or 75."
     add("--follow", action="store_true", help=text)
     text = (
@@ -112,8 +117,12 @@ def waiting_of(options: Namespace, is_one_of_many: bool = False) -> dict[str, An
         raise Refused("--after is empty; give names of runs: --after NAME[,NAME]")
     if options.no_lease and (options.queue or after):
         raise Refused("--no-lease waits for nothing; leave it out, or --queue and --after")
+    if options.gives_way not in (None, "mine", "all"):
+        raise Refused(f"--gives-way {options.gives_way}: must be mine (to runs of yours) or all (to anybody's)")
+    if options.no_lease and options.gives_way:
+        raise Refused("--no-lease holds nothing that others wait for; leave it out, or --gives-way")
     queue = options.queue or bool(after) or (None if is_one_of_many else False)
-    return {"lease": not options.no_lease, "queue": queue, "after": after}
+    return {"lease": not options.no_lease, "queue": queue, "after": after, "gives_way": options.gives_way or ""}
 
 
 def add_script(parser: Parser) -> None:

@@ -42,7 +42,7 @@ def main() -> None:
         _take_environment(content["env"])
     (folder / "request.json").unlink(missing_ok=True)  # it holds secrets, which must not stay if the launch is killed
     _never_wait_for_terminal()
-    from . import launches, tmux
+    from . import giving_way, launches, tmux
 
     stop = StopRequest()
     signal.signal(signal.SIGHUP, _leave)  # until the run exists; then create_run.py ignores the terminal's end
@@ -66,14 +66,19 @@ def main() -> None:
         launch.undo(opened.run, opened.lock)
         sys.exit(EXIT_REFUSED)
     caller.answered()
-    if opened.held.is_queued:
-        from .waiting import wait  # late: few runs wait
+    while True:
+        if opened.held.is_queued:
+            from .waiting import wait  # late: few runs wait
 
-        ready = wait(opened, launch, stop, _say)
-        if ready is None:
-            leave(EXIT_STOPPED)
-        opened = ready
-    leave(keep(opened, stop))
+            ready = wait(opened, launch.after, stop, _say)
+            if ready is None:
+                leave(EXIT_STOPPED)
+            opened = ready
+        code, why = keep(opened, stop), stop.reason
+        if not (stop.forget() and giving_way.queue_again(opened.run, opened.held, why)):
+            leave(code)
+        launch.after = []
+        opened.lock.drop_leases()
 
 
 class _Caller:
@@ -164,14 +169,16 @@ def keep(opened: OpenedRun, stop: StopRequest) -> int:
     from ..supervise.attempts import Supervisor
     from ..supervise.decide import LaunchMode
     from . import tmux
+    from .giving_way import GivingWay
     from .live_view import LiveView
 
     run, spec, place = opened.run, opened.spec, opened.run.path
     program = programs.of(spec)
-    view = LiveView(run, sys.stderr, show_log=program.shows_log)
+    view, way = LiveView(run, sys.stderr, show_log=program.shows_log), GivingWay(run, opened.held, stop)
 
     def show() -> None:
         nonlocal place
+        way.look()
         with contextlib.suppress(OSError, ValueError, Refused):  # the terminal may be gone, or the disk
             now = run.read()
             if run.path != place and tmux.note_move(run, now, place):

@@ -51,6 +51,7 @@ def create(
     _check_variables(launch.machines())
     held = leasing.reserve(launch)
     zygote, plan = check_in_fork(launch, program)
+    leasing.check_way(launch, plan.record)
     leasing.adapt(launch, held, _config_of(plan))
     if source is not None:  # copy from the folder that was checked, even if another folder has its name now
         plan.copies = {name: source.folder / path.relative_to(source.path) for name, path in plan.copies.items()}
@@ -111,6 +112,7 @@ def _reopen(launch: Launch, run: Run, lock: Lock, environ: Mapping[str, str], by
 
     held = leasing.reserve(launch, run=run, record=record)
     zygote, plan = check_in_fork(launch, programs.of_record(record), look)
+    leasing.check_way(launch, {**record, **plan.record})
     leasing.adapt(launch, held, _config_of(plan))
     _outlive_terminal()
     ranks_and_gpus.see(plan.visible)

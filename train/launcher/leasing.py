@@ -20,6 +20,8 @@ from ..run.run_folder import Run
 from . import ranks_and_gpus
 from .request import Launch
 
+_FEW = 16
+"""Maximum number of devices that a ticket names."""
 _PATIENCE = 3.0
 """Seconds to try again: the memory of a GPU whose process was killed is free a moment later."""
 
@@ -36,11 +38,14 @@ def reserve(launch: Launch, *, run: Run | None = None, record: Record | None = N
         Refused: the GPUs are in use, and the launch does not wait; or what it asks for can never be had.
     """
     known: Mapping[str, Any] = record or {}
-    launch.lease = launch.lease and bool((known.get("wants") or {}).get("lease", True))
+    asked = known.get("wants") or {}
+    launch.lease = launch.lease and bool(asked.get("lease", True))
+    launch.gives_way = launch.gives_way or asked.get("gives_way") or ""
+    launch.ticket = launch.ticket or known.get("ticket") or time.time_ns()
     check_after(Path(launch.runs), launch.name, launch.after)
     if why := _takes_none(launch, record):
-        if launch.queue or launch.after:
-            raise Refused(f"--queue: {why}; leave it out")
+        if option := "gives-way" if launch.gives_way else "queue" if launch.queue else "after" if launch.after else "":
+            raise Refused(f"--{option}: {why}; leave it out")
         return Reservation()
     if run is not None:
         ranks_and_gpus.see(_visible_for_resume(launch, run))
@@ -70,8 +75,9 @@ def facts(launch: Launch, held: Reservation, before: Mapping[str, Any]) -> dict[
         before: run.json of a run that is resumed: it keeps its place in the queue.
     """
     found = {
-        "wants": {"gpus": _asked_gpus(launch, before), "lease": launch.lease}, "queued": held.is_queued, "after": launch.after,
-        "ticket": before.get("ticket") or time.time_ns(),
+        "wants": {"gpus": _asked_gpus(launch, before), "lease": launch.lease, "gives_way": launch.gives_way},
+        "queued": held.is_queued, "after": launch.after,
+        "ticket": launch.ticket,
     }  # fmt: skip
     if held.is_queued:
         what = f"waits for {', '.join(launch.after) or held.wants}"
@@ -117,6 +123,23 @@ def why_never(record: Record) -> str:
         record["state"] == states.STOPPED and not states.rests_by_itself(record)
     )
     return f"{record['name']} {'failed' if record['state'] == states.FAILED else 'was stopped'}" if is_over else ""
+
+
+def check_way(launch: Launch, record: Mapping[str, Any]) -> None:
+    """Check that a run that gives way can continue where it was.
+
+    Args:
+        record: What is known of its program, as in run.json.
+
+    Raises:
+        Refused: it is a script without a session.
+    """
+    script = record.get("script") or record.get("script_module")
+    if launch.gives_way and script and not (record.get("expects_session") or record.get("session")):
+        raise Refused(
+            f"--gives-way: {script} opens no session, so it would begin anew each time; leave it out, or add "
+            "ts.session() (docs/sessions.md)"
+        )
 
 
 def adapt(launch: Launch, held: Reservation, config: str) -> None:
@@ -194,7 +217,7 @@ def _take(launch: Launch, held: Reservation) -> None:
     """Take what is wanted, or queue. A launch that does not wait tries for some seconds."""
     wants = held.wants
     assert wants is not None
-    note, until = Holder.of(launch.name), time.monotonic() + _PATIENCE
+    note, until = note_of(launch.name, launch.gives_way, launch.ticket), time.monotonic() + _PATIENCE
     while True:
         held.lease, obstacles = devices.take(wants, note)
         before = tickets.waiting(GPU) if held.lease is not None and wants.kind == GPU and not launch.queue else []
@@ -215,6 +238,15 @@ def _take(launch: Launch, held: Reservation) -> None:
             break
         time.sleep(0.1)
     raise Refused(f"{', '.join(obstacles)}; to wait for {wants}: --queue; without a lease: --no-lease")
+
+
+def note_of(name: str, gives_way: str, ticket: int, wants: Wants | None = None) -> Holder:
+    """Return the note of a run for its leases, or for a ticket with what it wants."""
+    more = {"gives_way": gives_way, "number": f"{ticket:020d}"}
+    if wants is not None:
+        few = wants.devices if len(wants.devices) <= _FEW else ()
+        more |= {"wants": str(wants), "count": str(max(wants.count, 1)), "among": " ".join(one.key for one in few)}
+    return Holder.of(name, **more)
 
 
 def _take_some(held: Reservation, wants: Wants, note: Holder, obstacles: list[str]) -> None:

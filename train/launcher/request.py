@@ -121,7 +121,9 @@ class Launch(ABC):
         lease: Whether the run holds its GPUs or cores; see leasing.py.
         queue: Whether the run waits for them. None: if they are GPUs, or if it has waited in the queue before.
         after: Names of runs that must finish before.
+        gives_way: `mine` or `all`: the runs for which it stops and waits behind them; see giving_way.py. '': none.
         leased: The GPUs that the run holds, as in CUDA_VISIBLE_DEVICES; None: none.
+        ticket: Its place in the queue; 0: not known yet.
     """
 
     runs: str = ""
@@ -135,7 +137,9 @@ class Launch(ABC):
     lease: bool = True
     queue: bool | None = False
     after: list[str] = dataclasses.field(default_factory=list)
+    gives_way: str = ""
     leased: str | None = None
+    ticket: int = 0
 
     @abstractmethod
     def check(self) -> Plan:

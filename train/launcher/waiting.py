@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from ..errors import Refused
 from ..leases import devices
 from ..leases.devices import GPU
-from ..leases.locks import Holder, Unusable
+from ..leases.locks import Unusable
 from ..leases.tickets import Ticket
 from ..run import states
 from ..run.run_folder import Run
 from ..signals import SIGNAL, USER, StopRequest
 from ..supervise.attempts import record_end
-from . import create_run, leasing
+from . import create_run, giving_way, leasing
 from .launches import Resume
-from .request import Launch, OpenedRun
+from .request import OpenedRun
 
 _LOOK_EVERY, _STOP_EVERY = 1.0, 0.2
 """Seconds between two looks at the queue, and at requests to stop."""
@@ -31,10 +32,14 @@ class _Over(Exception):
         self.state, self.reason, self.by = state, reason, by
 
 
-def wait(opened: OpenedRun, launch: Launch, stop: StopRequest, say: Callable[[str], None]) -> OpenedRun | None:
+def wait(opened: OpenedRun, after: Iterable[str], stop: StopRequest, say: Callable[[str], None]) -> OpenedRun | None:
     """Wait until a queued run may start. Returns it, ready to start; None: it has ended, which is recorded.
 
     The check's processes end first, because a run may wait for days.
+
+    Args:
+        after: Names of runs that must finish before.
+        say: Prints a line on the terminal.
     """
     run = opened.run
     opened.zygote.close()
@@ -49,7 +54,7 @@ def wait(opened: OpenedRun, launch: Launch, stop: StopRequest, say: Callable[[st
 
     tell = _Told(run, say)
     try:
-        _wait_for_runs(run, launch, look, tell)
+        _wait_for_runs(run, after, look, tell)
         _wait_for_turn(opened, look, tell)
         held = opened.held
         opened.lock.leases = held.lease.fds if held.lease is not None else []
@@ -58,6 +63,7 @@ def wait(opened: OpenedRun, launch: Launch, stop: StopRequest, say: Callable[[st
             runs=str(run.path.parent), name=run.path.name, by_keeper=True,
             leased=held.lease.visible if held.lease is not None and is_gpu else None,
         )  # fmt: skip
+        giving_way.count_seconds(run)
         return create_run.at_its_turn(again, opened, look)
     except _Over as over:
         end = over
@@ -74,15 +80,19 @@ class _Told:
 
     def __init__(self, run: Run, say: Callable[[str], None]) -> None:
         self._run, self._say, self._last = run, say, ""
+        record = run.read()
+        has_given_way = bool((record.get("gave_way") or {}).get("since"))
+        self._before = f"{record.get('reason')}; " if has_given_way else ""
 
     def __call__(self, text: str) -> None:
+        text = self._before + text
         if text != self._last and self._run.note(reason=text):
             self._last = text
             self._say(f"{self._run.name} {text}")
 
 
-def _wait_for_runs(run: Run, launch: Launch, look: Callable[[], None], tell: _Told) -> None:
-    left = [*launch.after]
+def _wait_for_runs(run: Run, after: Iterable[str], look: Callable[[], None], tell: _Told) -> None:
+    left = [*after]
     while left:
         for name in [*left]:
             other = Run(run.path.parent / name)
@@ -103,8 +113,10 @@ def _wait_for_runs(run: Run, launch: Launch, look: Callable[[], None], tell: _To
 def _wait_for_turn(opened: OpenedRun, look: Callable[[], None], tell: _Told) -> None:
     """Wait with a ticket until this run is first and has its devices, which are then in `opened.held`."""
     run, held = opened.run, opened.held
-    wants, number = held.wants, run.read()["ticket"]
+    wants, record = held.wants, run.read()
     assert wants is not None
+    asked, number = record.get("wants") or {}, record["ticket"]
+    note = functools.partial(leasing.note_of, run.name, asked.get("gives_way") or "", number)
     ticket: Ticket | None = None
     try:
         while True:
@@ -112,10 +124,10 @@ def _wait_for_turn(opened: OpenedRun, look: Callable[[], None], tell: _Told) -> 
                 if ticket is not None and not ticket.is_there():  # somebody has emptied the folder
                     ticket.leave()
                     ticket = None
-                ticket = ticket or Ticket(wants.kind, number, run.path, Holder.of(run.name, str(wants)))
+                ticket = ticket or Ticket(wants.kind, number, run.path, note(wants))
                 before = ticket.look()
                 if not before:
-                    held.lease, obstacles = devices.take(wants, Holder.of(run.name))
+                    held.lease, obstacles = devices.take(wants, note())
                     if held.lease is not None:
                         return
                     tell(f"waits for {wants}, first in the queue: {', '.join(obstacles)}")

@@ -28,8 +28,8 @@ _USUAL = (Path("/var/lib/trainstation/leases"), Path("/run/lock/trainstation"), 
 """Where the folder is otherwise: that of the stations, else one that is empty after a reboot."""
 _FLOCK = "hhqqixxxx"
 """struct flock: type, whence, start, length (0: to the end), process."""
-_MOST = 4096
-"""Maximum number of bytes of a note."""
+_MOST, _LONGEST = 8192, 1000
+"""Maximum number of bytes of a note, and of characters of a text in it."""
 
 
 class Unusable(Exception):
@@ -48,11 +48,19 @@ class Holder:
     """Name of the machine or station."""
     wants: str = ""
     """Of a ticket: what it waits for."""
+    count: str = ""
+    """Of a ticket: how many devices."""
+    among: str = ""
+    """Of a ticket: the names of their files, if only these will do."""
+    gives_way: str = ""
+    """`mine` or `all`: to which runs that wait it gives way."""
+    number: str = ""
+    """Its place in the queue, now or later."""
 
     @classmethod
-    def of(cls, run: str, wants: str = "") -> Holder:
+    def of(cls, run: str, **more: str) -> Holder:
         """Return the note of this process, for a run."""
-        return cls(environment.user(), run, run_folder.now(), socket.gethostname(), wants)
+        return cls(environment.user(), run, run_folder.now(), socket.gethostname(), **more)
 
     def to_bytes(self) -> bytes:
         return json.dumps(dataclasses.asdict(self)).encode()
@@ -69,7 +77,7 @@ class Holder:
 
 
 def _shown(text: str) -> str:
-    return "".join(one if one.isprintable() else "?" for one in text[:100])
+    return "".join(one if one.isprintable() else "?" for one in text[:_LONGEST])
 
 
 def folder() -> Path:

@@ -1,4 +1,5 @@
-"""The queue: a ticket for each run that waits. The lowest ticket of a kind is first, whoever waits.
+"""The queue: a ticket for each run that waits. The lowest ticket of a kind is first, whoever waits, but runs that give
+way come after all others.
 
 A ticket only orders: what excludes is the lock of the device. A ticket counts while its waiter holds its lock and looks
 every second; a waiter that is suspended is passed over, and has its place again when it goes on.
@@ -17,7 +18,7 @@ from pathlib import Path
 from . import locks
 from .locks import Holder
 
-_NAME = re.compile(r"ticket-(?P<kind>[a-z]+)-(?P<number>\d{1,20})-(?P<uid>\d{1,10})-[0-9a-f]{8}")
+_NAME = re.compile(r"ticket-(?P<kind>[a-z]+)-[01]-(?P<number>\d{1,20})-(?P<uid>\d{1,10})-[0-9a-f]{8}")
 _PATIENCE = 10.0
 """Seconds after which a waiter that has not looked is passed over."""
 
@@ -27,9 +28,9 @@ class Waiting:
     """A run that waits."""
 
     kind: str
-    number: int
     file: Path
     holder: Holder
+    uid: int
 
 
 class Ticket:
@@ -47,7 +48,8 @@ class Ticket:
 
     def __init__(self, kind: str, number: int, run: Path, note: Holder) -> None:
         of_run = hashlib.sha256(os.fsencode(run)).hexdigest()[:8]
-        self.kind, self.file = kind, locks.folder() / f"ticket-{kind}-{number:020d}-{os.geteuid()}-{of_run}"
+        name = f"ticket-{kind}-{int(bool(note.gives_way))}-{number:020d}-{os.geteuid()}-{of_run}"
+        self.kind, self.file = kind, locks.folder() / name
         made = self.file.with_name(f".{self.file.name}.{os.getpid()}")
         fd = locks.hold(made, note)
         assert fd is not None  # the name is this process's own
@@ -88,11 +90,11 @@ def waiting(kind: str = "") -> list[Waiting]:
         match = _NAME.fullmatch(file.name)
         if match is None or (kind and match["kind"] != kind):
             continue
-        holder, uid = locks.holder(file), int(match["uid"])
+        holder = locks.holder(file)
         with contextlib.suppress(OSError):
             if holder is None:
-                if uid == os.geteuid():  # its waiter is dead
+                if int(match["uid"]) == os.geteuid():  # its waiter is dead
                     file.unlink()
-            elif time.time() - file.stat().st_mtime < _PATIENCE:
-                found.append(Waiting(match["kind"], int(match["number"]), file, holder))
-    return sorted(found, key=lambda one: (one.number, one.file.name))
+            elif time.time() - (seen := file.stat()).st_mtime < _PATIENCE:
+                found.append(Waiting(match["kind"], file, holder, seen.st_uid))
+    return sorted(found, key=lambda one: one.file.name)

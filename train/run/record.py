@@ -132,6 +132,9 @@ class Record(TypedDict):
     """Place in the queue: nanoseconds since the epoch when the run was first launched."""
     queued: NotRequired[bool]
     """Whether it waits in the queue, or was killed there."""
+    gave_way: NotRequired[dict[str, Any]]
+    """How often (`times`) it has stopped for a run that waited, when `last`, and the `seconds` until its turn came.
+    `since`: it waits for that now."""
     after: NotRequired[list[str]]
     """Names of runs for which it waits."""
     max_restarts: NotRequired[int | None]

@@ -60,10 +60,16 @@ class Lock:
 
     def release(self) -> None:
         """Close this process's copies. The lock is free when every process that inherited it has done so or died."""
-        for fd in (self.fd, *self.leases):
-            if fd >= 0:
-                os.close(fd)
-        self.fd, self.leases = -1, []
+        self.drop_leases()
+        if self.fd >= 0:
+            os.close(self.fd)
+        self.fd = -1
+
+    def drop_leases(self) -> None:
+        """Close this process's copies of the leases, and keep the lock."""
+        for fd in self.leases:
+            os.close(fd)
+        self.leases = []
 
 
 class Run:

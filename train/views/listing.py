@@ -128,6 +128,7 @@ def facts(one: RunStatus) -> list[tuple[str, Any]]:
         ("ranks", record.get("world_size")),
         ("warning", record.get("unmet")),
         ("gpus", ",".join(one.gpus)),
+        ("gave way", _gave_way(record)),
         ("machine", one.machine),
         ("user", one.user),
         ("image", record.get("image")),
@@ -143,6 +144,12 @@ def facts(one: RunStatus) -> list[tuple[str, Any]]:
         ("mirror", mirror.text(run, record, str(spec.config.get(mirror.FIELD) or ""))),
         ("wandb", sent.get("problem") or sent.get("url") or sent.get("id")),
     ]
+
+
+def _gave_way(record: Record) -> str:
+    given = record.get("gave_way") or {}
+    times = given.get("times", 0)
+    return f"{times} time{'s' if times > 1 else ''}, {duration(given.get('seconds', 0.0))} in all" if times else ""
 
 
 def _owner(one: RunStatus) -> str:

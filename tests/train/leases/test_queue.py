@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from pathlib import Path
 
 from tests.train.conftest import Station
 from tests.waiting import eventually
@@ -22,9 +23,8 @@ def _hold_both_cores(station: Station, name: str) -> None:
 
 def _waiter(station: Station, name: str) -> int:
     """The process that waits: the only one that holds the run's lock; 0: none."""
-    found = os.stat(station.runs / name / "lock").st_ino
-    with open("/proc/locks", encoding="ascii") as file:
-        lines = [line.split() for line in file]
+    found = (station.runs / name / "lock").stat().st_ino
+    lines = [line.split() for line in Path("/proc/locks").read_text(encoding="ascii").splitlines()]
     return next((int(line[4]) for line in lines if line[5].endswith(f":{found}")), 0)
 
 
@@ -62,7 +62,8 @@ def test_a_run_waits_for_others_and_stops_with_them(station: Station) -> None:
     _hold_both_cores(station, "after-long")
     for wrong, said in (
         (["--after", "nobody"], "there is no run nobody"), (["--after", "after-1"], "cannot wait for itself"),
-        (["--after", ","], "--after is empty"), (["--after", "after-long", "--no-lease"], "--no-lease waits for nothing"),
+        (["--after", ","], "--after is empty"),
+        (["--after", "after-long", "--no-lease"], "--no-lease waits for nothing"),
         (["--queue", "--nnodes", "2", "--node-rank", "0", "--rendezvous", "127.0.0.1:9"], "several machines"),
     ):  # fmt: skip
         refused = station("launch", "digits", "--name", "after-1", *SHORT, *wrong)
@@ -101,3 +102,30 @@ def test_a_keeper_that_stops_everything_brings_queued_runs_back(station: Station
     assert station.wait_for_end("kept-queued")["state"] == "finished"
     keeper.terminate()
     keeper.communicate(timeout=station.patience)
+
+
+def test_a_run_that_gives_way_comes_back_and_ends_with_the_same_bits(station: Station) -> None:
+    station.more |= CORES | {"TRAIN_GIVES_WAY_EVERY": "1"}
+    same = ["--nproc", 2, "--steps", 600, "--cpu_threads", 1, "--log.tensorboard", "false", "--checkpoint.keep", 2]
+    (station.folder / "bare.py").write_text("print(1)\n")
+    for arguments, said in (
+        (["--script", "bare.py", "--gives-way", "all"], "opens no session"),
+        (["digits", "--gives-way", "never"], "must be mine"),
+        (["digits", "--gives-way", "all", "--no-lease"], "--no-lease"),
+    ):  # fmt: skip
+        refused = station("launch", *arguments, "--name", "way")
+        assert refused.returncode == 2 and said in refused.stderr and not (station.runs / "way").exists()
+    station.ok("launch", "digits", "--name", "way", *same, "--gives-way", "mine")
+    station.wait_for_step("way", 5)
+    for name in ("way-1", "way-2"):
+        pushed = len(station.record("way")["attempts"])
+        station.ok("launch", "digits", "--name", name, *SHORT, "--queue", "--follow")
+        waited = station.record("way")
+        assert waited["attempts"][pushed - 1]["reason"].endswith(f"(gave way to {name})"), waited
+        station.wait("way", lambda record, by=pushed: len(record["attempts"]) > by)  # type: ignore[misc]
+    assert station.wait_for_end("way")["state"] == "finished"
+    record = station.record("way")
+    assert record["gave_way"]["times"] == 2 and record["gave_way"]["seconds"] > 0
+    assert "gave way     2 times" in station.ok("show", "way").stdout
+    station.ok("launch", "digits", "--name", "way-calm", *same, "--follow")
+    assert record["weights_sha256"] == station.record("way-calm")["weights_sha256"]

@@ -1,0 +1,110 @@
+"""A run that gives way (--gives-way): it stops by itself when another one waits for what it holds, and waits behind it.
+
+Each run decides for itself, by the notes in the shared folder; nobody signals another's process. Of several runs that
+could give way only as many stop as are needed, the youngest first. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from ..errors import is_whole, whole
+from ..leases import locks, tickets
+from ..leases.devices import Reservation
+from ..leases.locks import Holder, Unusable
+from ..leases.tickets import Waiting
+from ..run import run_folder, states
+from ..run.run_folder import Run
+from ..signals import WAY, StopRequest
+
+EVERY = "TRAIN_GIVES_WAY_EVERY"
+"""Environment variable: seconds within which a run gives way at most once."""
+_EVERY = 600
+_LOOK_EVERY = 1.0
+_PATIENCE = 3.0
+"""Seconds that a run must have waited: what is free is taken sooner."""
+
+
+class GivingWay:
+    """Watches the queue for one run."""
+
+    def __init__(self, run: Run, held: Reservation, stop: StopRequest) -> None:
+        record = run.read()
+        self._run, self._held, self._stop = run, held, stop
+        self._scope = (record.get("wants") or {}).get("gives_way") or "" if held.lease is not None else ""
+        self._again_at, self._first_seen = 0.0, dict[str, float]()
+        last = run_folder.seconds_of((record.get("gave_way") or {}).get("last"))
+        text = os.environ.get(EVERY, "")
+        if last is not None:
+            self._again_at = last + (whole(text) if is_whole(text) else _EVERY)
+
+    def look(self) -> None:
+        """Ask the run to stop if it should give way now. Called several times a second."""
+        now = time.time()
+        if not self._scope or now < self._again_at or self._stop.asked:
+            return
+        self._again_at = now + _LOOK_EVERY
+        try:
+            waiting = tickets.waiting(self._held.wants.kind) if self._held.wants is not None else []
+            first = waiting[0] if waiting else None
+            self._first_seen = {first.file.name: self._first_seen.get(first.file.name, now)} if first else {}
+            if first and now - self._first_seen[first.file.name] >= _PATIENCE and self._is_due(first):
+                self._stop.ask(WAY, f"gave way to {first.holder.run}")
+        except (OSError, Unusable):
+            return  # without the folder nobody waits
+
+    def _is_due(self, waiter: Waiting) -> bool:
+        """Whether this run is one of those that must stop for a waiter."""
+        if waiter.holder.gives_way or not self._held.lease:
+            return False
+        folder = locks.folder()
+        files = [folder / name for name in waiter.holder.among.split() if "/" not in name]
+        files = files or [*folder.glob(f"{waiter.kind}-*")]
+        holders = {file.name: locks.holder(file) for file in files}
+        need = whole(waiter.holder.count) if is_whole(waiter.holder.count) else 1
+        need -= sum(holder is None for holder in holders.values())
+        yielding = {one.number for one in holders.values() if one is not None and _yields(one, waiter)}
+        for number in sorted(yielding, reverse=True):
+            if need <= 0:
+                return False
+            names = [name for name, one in holders.items() if one is not None and one.number == number]
+            if any(device.key in names for device in self._held.lease.devices):
+                return True
+            need -= len(names)
+        return False
+
+
+def _yields(holder: Holder, waiter: Waiting) -> bool:
+    """Whether the holder of a device gives way to a waiter."""
+    return holder.gives_way == "all" or (holder.gives_way == "mine" and holder.user == waiter.holder.user)
+
+
+def queue_again(run: Run, held: Reservation, reason: str) -> bool:
+    """Record that a run that has given way waits again. Returns False if it is not stopped: it has finished, or died.
+
+    Args:
+        reason: What it gave way to.
+    """
+    record = run.read()
+    if record["state"] != states.STOPPED or record["stopped_by"] != WAY:
+        return False
+    before: Mapping[str, Any] = record.get("gave_way") or {}
+    given = {
+        "times": before.get("times", 0) + 1,
+        "seconds": before.get("seconds", 0.0),
+        "last": (now := run_folder.now()),
+    }
+    run.update(state=states.QUEUED, reason=reason, queued=True, ended=None, gave_way={**given, "since": now})
+    held.is_queued, held.lease = True, None
+    return True
+
+
+def count_seconds(run: Run) -> None:
+    """Add the time since the run gave way last to what that has cost it, when its turn has come."""
+    given = dict(run.read().get("gave_way") or {})
+    since = run_folder.seconds_of(given.pop("since", None))
+    if since is not None:
+        run.note(gave_way={**given, "seconds": round(given["seconds"] + max(0.0, time.time() - since), 1)})
