@@ -27,6 +27,7 @@ GROUPS = {
         "fetch": "fetch a run from its mirror",
         "archive": "pack a run into one file, to resume it on another machine",
         "mv": "rename a run, even while it trains",
+        "prune": "delete checkpoints of ended runs, except the last and the best",
         "rm": "delete runs that are not running",
     },
     "use the results": {
