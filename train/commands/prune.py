@@ -99,7 +99,7 @@ def run(options: Namespace, runs: Path) -> int:
 def _parsed(text: str) -> frozenset[str]:
     names = frozenset(map(str.strip, text.split(",")))
     for name in sorted(names - {_LAST, _BEST}):
-        raise Refused(f"--keep {name}: give last, best, or last,best{nearest(name, (_LAST, _BEST))}")
+        raise Refused(f"--keep '{text}': give last, best, or last,best{nearest(name, (_LAST, _BEST))}")
     return names
 
 
@@ -126,9 +126,11 @@ def _plan(run: Run, keep: frozenset[str]) -> _Plan:
         raise Refused(f"no checkpoint of {run.name} was evaluated, so there is no best one; use --keep last")
     steps, left = [step for step in saved if step not in stay], manifest.left_over(run)
     places = [*(run.checkpoint(step) for step in steps), *(run.checkpoints / name for name in left)]
-    for place in places:
-        if place.is_symlink():
-            raise Refused(f"{place} is a link, and only folders are pruned; move the folder to its place")
+    for folder in (run.path, run.checkpoints, *places):
+        if folder != run.path and folder.is_symlink():  # it may lead into another run
+            raise Refused(f"{folder} is a link, and only folders are pruned; move the folder to its place")
+        if places and not os.access(folder, os.R_OK | os.W_OK | os.X_OK):
+            raise Refused(f"{run.name} is not pruned: cannot delete in {folder}; check its owner and mode")
     return _Plan(run, stay, steps, left, sum(map(folders.size_of, places)))
 
 
@@ -149,9 +151,6 @@ def _check(one: RunStatus) -> None:
         is_complete = mirrored.is_complete and mirrored.url == url and mirrored.step == run.newest_checkpoint
         if state.is_copying(run) or not is_complete:
             raise Refused(f"the mirror of {name} is not complete; first: train mirror {name}")
-    for folder in (run.path, run.checkpoints):
-        if folder.exists() and not os.access(folder, os.W_OK | os.X_OK):
-            raise Refused(f"cannot delete in {folder}; check its owner and mode")
 
 
 def _check_whole(plan: _Plan) -> None:

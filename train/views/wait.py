@@ -14,7 +14,7 @@ from ..launcher import keeper, resumable
 from ..monitor.status import RunStatus, here
 from ..run import states
 from ..run.run_folder import Run
-from .follow import Changes, end_line, first_look
+from .follow import Changes, end_line
 
 EXIT_TIMEOUT = 124
 """Not all runs have ended in time; the code of timeout(1)."""
@@ -64,9 +64,9 @@ class _Awaited:
     """A run that is waited for."""
 
     def __init__(self, run: Run) -> None:
-        one = first_look(run)
-        self._run, self.name = one.run, one.name
-        self._is_job = jobs.is_submitted(one.record)
+        one = here(run)
+        self.name, self._is_job = one.name, jobs.is_submitted(one.record)
+        self._run = run.held() if one.is_alive and not self._is_job else run  # it may be renamed meanwhile
         if self._is_job:
             jobs.check_answers(one.record)
         self._tell = Changes(screen.remark)

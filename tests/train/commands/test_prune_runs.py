@@ -138,6 +138,11 @@ def test_copies_links_damage_and_an_unfinished_mirror_are_refused(station: Stati
     run.checkpoint(10).symlink_to(aside)
     assert "is a link" in refused(station, "a", "--yes")
     run.checkpoint(10).unlink()
+    others = run.checkpoints.rename(station.folder / "others")
+    run.checkpoints.symlink_to(others)
+    assert "checkpoints is a link" in refused(station, "a", "--keep", "last", "--yes")
+    run.checkpoints.unlink()
+    others.rename(run.checkpoints)
     (run.checkpoint(30) / "model").write_bytes(bytes(999))
     assert "the checkpoint of step 30 is damaged" in refused(station, "a", "--keep", "last", "--yes")
     assert run.steps_saved() == [30, 20] and (aside / "model").exists()
@@ -193,6 +198,21 @@ def test_frozen_weights_stay_while_a_checkpoint_refers_to_them(station: Station)
     station.ok("prune", "a", "--keep", "last", "--yes")
     manifest.verified(run, 30)
     assert len(manifest.frozen_files(run)) == 1
+
+
+def test_what_cannot_be_removed_is_refused_before_anything_is(station: Station) -> None:
+    first, second = made(station, "a"), made(station, "b")
+    command = [sys.executable, "-m", "train", "prune", "*", "--yes"]
+    if os.geteuid() == 0:  # root may write anywhere, unless it gives that right away
+        command = ["setpriv", "--bounding-set=-all", "--inh-caps=-all", *command]
+    for folder in (second.folder, second.checkpoints, second.checkpoint(10)):
+        folder.chmod(0o555)
+        done = subprocess.run(
+            command, cwd=station.folder, env=station.environment(), capture_output=True, text=True, check=False
+        )
+        folder.chmod(0o755)
+        assert done.returncode == 2 and f"b is not pruned: cannot delete in {folder}; check its owner" in done.stderr
+        assert not done.stdout and len(first.steps_saved()) == len(second.steps_saved()) == 3
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a run away")

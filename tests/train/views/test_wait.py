@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tests.train.conftest import Station
+from tests.train.terminal import Terminal
 from tests.waiting import eventually
 
 SLEEPER = """
@@ -59,6 +60,13 @@ def test_the_time_ends_the_waiting_only_and_unknown_names_and_odd_times_are_refu
     for words in (["none"], ["wait-d", "none"], ["none*"], ["wait-d", "--timeout", "soon"], []):
         refused = station("wait", *words)
         assert refused.returncode == 2 and len(refused.stderr.splitlines()) == 1, refused
+    launch(station, "wait-e")
+    end(station, "wait-e", 0)
+    typed = Terminal(station, "wait", "wait-d", "wait-e")
+    typed.wait_for("wait-e finished")
+    typed.ctrl_c()
+    assert typed.end() == 130 and "still running, and left alone: wait-d" in typed.output
+    assert station.run("wait-d").state() == "running"
     waiting = station.start("wait", "wait-d")
     end(station, "wait-d", 0)
     assert ended(waiting) == (0, ["wait-d finished"])
