@@ -101,10 +101,14 @@ class Page:
         return f"{self.name}:{line}: {text}"
 
 
+AGENTS = ROOT / "docker/rootfs/etc/trainstation/AGENTS.md"
+"""The page for coding agents, which the station copies to its users."""
+
+
 def english() -> list[Path]:
     """Every English page, in a fixed order."""
     beside_code = [ROOT / folder / "README.md" for folder in FOLDERS]
-    return [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *beside_code]
+    return [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *beside_code, AGENTS]
 
 
 def chinese() -> list[Path]:

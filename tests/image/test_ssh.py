@@ -172,7 +172,13 @@ def test_a_root_owned_checkout_works_as_a_user_the_host_does_not_know(make_stati
         assert (mine.folder / "projects" / "course" / folder / name).is_file()
     assert " mine" not in original.read_text()
     assert session.put(f"{contents}/notebooks/01-start-here.ipynb", json=body).ok
+    # a person's coding agents find a page, which a person may change
+    pages = [mine.folder / "projects" / "AGENTS.md", Path("/home/dev/AGENTS.md")]
+    assert pages[0].stat().st_uid == 52761 and pages[0].read_text().startswith("# For coding agents")
+    assert mine.ssh(f"cat {pages[1]}").stdout == pages[0].read_text()
+    mine.ssh(f"echo mine >{pages[1]}; echo mine >/workspace/projects/AGENTS.md")
     mine.make("down", "up")
+    assert mine.ssh(f"cat {pages[1]} /workspace/projects/AGENTS.md").stdout == "mine\nmine\n"
     assert " mine" in copy.read_text(), "a start has replaced a person's file"
     assert not (mine.folder / opens / "01-start-here.ipynb").exists(), "it is no part of the course"
     for path in (f"{opens}/{name}", "notebooks/01-start-here.ipynb"):

@@ -257,12 +257,18 @@ def newest_valid(
     return *newest, list(unused.values())
 
 
+def left_over(run: Run) -> list[str]:
+    """Return the names of the folders that interrupted saves and prunes left in the folder of checkpoints, and of
+    damaged checkpoints. A live run is writing some of them."""
+    with contextlib.suppress(FileNotFoundError):
+        return [name for name in os.listdir(run.checkpoints) if name.startswith((PARTIAL, DAMAGED))]
+    return []
+
+
 def clean(run: Run) -> None:
     """Remove what interrupted saves and prunes left behind. Only for the holder of the run's lock."""
-    with contextlib.suppress(FileNotFoundError):
-        for name in os.listdir(run.checkpoints):
-            if name.startswith((PARTIAL, DAMAGED)):
-                shutil.rmtree(run.checkpoints / name, ignore_errors=True)
+    for name in left_over(run):
+        shutil.rmtree(run.checkpoints / name, ignore_errors=True)
     for path in run.folder.glob(f"{FROZEN_PARTIAL}*"):
         with contextlib.suppress(OSError):
             path.unlink()

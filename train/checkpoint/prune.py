@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections.abc import Collection
 
 from .. import faults
 from ..errors import Refused
@@ -20,6 +21,12 @@ def prune(run: Run, keep: int, metric: str, keep_best: int) -> None:
     stay = set(run.steps_saved()[:keep])
     if metric:
         stay.update(best_steps(run, metric, keep_best))
+    keep_only(run, stay)
+
+
+def keep_only(run: Run, stay: Collection[int]) -> None:
+    """Remove all checkpoints except those of these steps, and what interrupted saves and prunes left. Only for the
+    holder of the run's lock. What cannot be removed stays."""
     for step in run.steps_saved():
         if step not in stay:
             with contextlib.suppress(OSError):  # what cannot be removed now is removed by the next start

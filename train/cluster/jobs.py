@@ -223,6 +223,12 @@ def _job_of(record: Record) -> JobStatus | None:
     return None if job is None or job.is_over else job
 
 
+def check_answers(record: Record) -> None:
+    """Raise Refused if the engine of a submitted run does not answer, unless the run has ended for good."""
+    if record["state"] not in (states.FINISHED, states.FAILED):
+        _job_of(record)
+
+
 def stop(run: Run, now: bool, tell: Tell) -> tuple[int, str]:
     """Let a run save and end, or take it out of the queue. Waits until its job is over; returns as stopping.stop.
 

@@ -18,6 +18,7 @@ GROUPS = {
         "gpus": "show who holds which GPU of this machine",
         "queue": "show which runs wait for GPUs or cores",
         "logs": "print the output of a rank",
+        "wait": "wait until runs have ended",
         "attach": "open the live terminal of a run (leave with Ctrl-b d)",
     },
     "control runs": {
@@ -28,6 +29,7 @@ GROUPS = {
         "fetch": "fetch a run from its mirror",
         "archive": "pack a run into one file, to resume it on another machine",
         "mv": "rename a run, even while it trains",
+        "prune": "delete checkpoints of ended runs, except the last and the best",
         "rm": "delete runs that are not running",
     },
     "use the results": {

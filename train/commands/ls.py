@@ -32,6 +32,7 @@ _ORDERS = ("created", "name", "state", "step")
 EXAMPLES = {
     "train ls": "List all runs, the oldest first.",
     "train ls 'exp-*' --state running,interrupted": "List the runs of these names that are in one of two states.",
+    "train ls --columns name,size --sort size": "Find the runs that take most of the disk.",
     "train ls --columns name,optim.lr,accuracy --sort accuracy -n 5": (
         "Compare the five best runs: a config field beside a metric."
     ),
@@ -60,13 +61,14 @@ def add_arguments(parser: Parser) -> None:
     add("--state", metavar="STATE", help=text, offer=words(*states.ALL))
     text = (
         "Columns of the table, with commas: name, state, step, ranks, created, started, result, owner, user, machine, "
-        "gpus, waits_for, args (of a script), restarts, seconds_lost; config fields (optim.lr); metrics of the last "
-        "evaluation (accuracy); their best values (best.accuracy, best.min:wer)."
+        "gpus, waits_for, args (of a script), restarts, seconds_lost, size (of the folder); config fields (optim.lr); "
+        "metrics of the last evaluation (accuracy); their best values (best.accuracy, best.min:wer)."
     )
     add("--columns", metavar="NAMES", help=text)
     text = (
-        "created (default), step (most first), a metric or best.METRIC (best first), or any other column. Whether "
-        "lower is better: as these runs say in checkpoint.best, early_stopping.metric or schedule.metric; a loss, too."
+        "created (default), step and size (most first), a metric or best.METRIC (best first), or any other column. "
+        "Whether lower is better: as these runs say in checkpoint.best, early_stopping.metric or schedule.metric; a "
+        "loss, too."
     )
     add("--sort", metavar="BY", default="created", help=text, offer=words(*_ORDERS, "loss"))
     add("--reverse", action="store_true", help="Reverse the order.")
@@ -180,6 +182,6 @@ def _key(one: RunStatus, order: str, is_least: bool) -> Any:
         return states.ALL.index(found) if found in states.ALL else len(states.ALL)
     if isinstance(found, int | float):  # tested before text, because a field may be either
         is_metric = order.startswith(BEST) or order in one.metrics
-        is_most = order == "step" or (is_metric and not is_least)
+        is_most = order in ("step", "size") or (is_metric and not is_least)
         return (0, -found if is_most else found) if math.isfinite(found) else None
     return None if found is None else (1, str(found))

@@ -45,7 +45,7 @@ def run(options: Namespace, runs: Path) -> int:
             held.callback(lock.release)
         stays = [line for run in found if (line := jobs.remove_job(run))]
         stays += [f"the mirror of {run.name} stays: {url}" for run in found if (url := state.read(run).url)]
-        sizes = [sum(file.lstat().st_size for file in run.folder.rglob("*")) for run in found]
+        sizes = [folders.size_of(run.folder) for run in found]
         for run in reversed(every):
             folders.delete_locked(run)
     for line in stays:

@@ -19,7 +19,7 @@ from typing import Any
 from .. import programs
 from ..cluster import jobs
 from ..programs import Program
-from ..run import best, heartbeat, metrics, states
+from ..run import best, folders, heartbeat, metrics, states
 from ..run.heartbeat import Beat
 from ..run.record import Record
 from ..run.run_folder import Run, seconds_of
@@ -239,6 +239,11 @@ class RunStatus:
         ready, made = seconds_of(attempt.get("ready")), self.step - (attempt["from_step"] or 0)
         each = (time.time() - ready) / made if ready is not None and made > 0 else self.step_time
         return None if each is None else max(each * (self.total - self.step), 0.0)
+
+    @functools.cached_property
+    def size(self) -> int:
+        """The bytes of its folder. All its files are looked at."""
+        return folders.size_of(self.run.folder)
 
     @property
     def saved(self) -> tuple[int, float] | None:

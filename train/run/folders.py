@@ -233,6 +233,16 @@ def every_here(runs: Path) -> Iterator[Run]:
         yield from every(folder)
 
 
+def size_of(folder: Path) -> int:
+    """Return the bytes of all files below a folder, as `ls -l` counts them. Skips what vanishes meanwhile."""
+    size = 0
+    for place, _, names in os.walk(folder):
+        for name in names:
+            with contextlib.suppress(OSError):
+                size += os.lstat(f"{place}/{name}").st_size
+    return size
+
+
 def remove(run: Run) -> None:
     """Delete the folder of a run that is not running.
 

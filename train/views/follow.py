@@ -77,7 +77,7 @@ def watch(one: RunStatus, view: View, *, rank: int = 0, timeout: float = math.in
 
 def _watch(one: RunStatus, view: View, until: float) -> RunStatus:
     """Show a run of this station until it ends. Return how it stands then."""
-    show_change = _Changes(view.say)
+    show_change = Changes(view.say)
     while one.is_alive:
         if time.monotonic() > until:
             return one
@@ -96,7 +96,7 @@ def _watch_job(one: RunStatus, view: View, rank: int, until: float) -> RunStatus
     """Show a submitted run until it has ended. Return how it stands then."""
     run, engine = one.run, jobs.engine_of(one.record)
     is_elsewhere, since = engine.logs(one.record, rank) is not None, ""
-    show_change = _Changes(screen.remark)
+    show_change = Changes(screen.remark)
     while True:
         record, is_over = jobs.poll(run, show_change)
         one = RunStatus(run, record)
@@ -126,7 +126,7 @@ def _wait_until_dead(run: Run) -> None:
         time.sleep(0.05)
 
 
-class _Changes:
+class Changes:
     """Prints a line unless it equals the one before."""
 
     def __init__(self, say: Callable[[str], None]) -> None:
@@ -149,6 +149,16 @@ def _leave_alone(run: Run, view: LiveView) -> int:
 
 def _tell_end(one: RunStatus) -> int:
     """Print how a run ended. Return the exit code for its end."""
+    last, code = end_line(one)
+    if one.state == states.FAILED and one.record["attempts"]:
+        for text in one.record["attempts"][-1].get("last_lines") or ():
+            screen.say(f"  | {text}")
+    screen.say(last)
+    return code
+
+
+def end_line(one: RunStatus) -> tuple[str, int]:
+    """Return how a run ended, as a line, and the exit code for its end."""
     name, state, step, record = one.name, one.state, one.record["step"], one.record
     reason = f": {one.reason}" if one.reason else ""
     why = f" ({one.reason})" if one.reason else ""
@@ -160,11 +170,9 @@ def _tell_end(one: RunStatus) -> int:
         states.FAILED: f"{name} failed{reason}",
         states.INTERRUPTED: f"{name} was interrupted{reason}",
         states.COPY: f"{name} was interrupted{reason}",
+        states.CREATED: f"{name} never started; try again: train resume {name}",
     }.get(state, f"{name} is {state}")
     if not one.total and not step and state == states.FINISHED:  # its steps are unknown
         last = f"{name} finished{why}"
-    if state == states.FAILED and record["attempts"]:
-        for text in record["attempts"][-1].get("last_lines") or ():
-            screen.say(f"  | {text}")
-    screen.say(last)
-    return EXIT_REFUSED if state == states.FAILED and record.get(states.REFUSED) else CODES.get(state, EXIT_FAILED)
+    code = EXIT_REFUSED if state == states.FAILED and record.get(states.REFUSED) else CODES.get(state, EXIT_FAILED)
+    return last, code

@@ -10,7 +10,7 @@ from typing import Any
 
 from .. import programs, screen
 from ..errors import shortened
-from ..format import ago, duration, figure, figures
+from ..format import ago, duration, figure, figures, size
 from ..mirror import state as mirror
 from ..monitor.status import RunStatus
 from ..run import environment
@@ -32,7 +32,7 @@ OWN: Mapping[str, Callable[[RunStatus], Any]] = {
     "args": lambda one: one.arguments or None, "restarts": lambda one: one.restarts,
     "seconds_lost": lambda one: one.seconds_lost, "user": lambda one: one.user or None,
     "machine": lambda one: one.machine or None, "gpus": lambda one: ",".join(one.gpus) or None,
-    "waits_for": lambda one: one.waits_for or None,
+    "waits_for": lambda one: one.waits_for or None, "size": lambda one: one.size,
 }  # fmt: skip
 """Maps columns that are no metric and no field to their values."""
 
@@ -83,6 +83,8 @@ def _cell(one: RunStatus, column: str) -> str:
         return _ago(found)
     if column == "step":
         return one.done or "-"
+    if column == "size":
+        return size(found)
     return "-" if found in (None, "") else f"{found:.6g}" if isinstance(found, float) else str(found)
 
 

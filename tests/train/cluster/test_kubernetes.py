@@ -202,6 +202,7 @@ def test_a_run_is_handed_over_looked_at_stopped_resumed_and_removed(
     assert "logs --selector=jobset.sigs.k8s.io/jobset-name=a,batch.kubernetes.io/job-completion-index=1" in (
         cluster.calls()
     )
+    assert command("wait", "a", "--timeout", 0)[0] == 124
     assert "train resume a" in ok("stop", "a")[1]
     assert f"--context test --request-timeout=20s delete trainjob --selector=trainstation/submission={label}" in (
         cluster.calls()
@@ -221,7 +222,10 @@ def test_a_run_is_handed_over_looked_at_stopped_resumed_and_removed(
     cluster.answer([job | {"status": {"conditions": [ended]}}])
     code, _, said = command("logs", "a", "--follow")
     assert code == 3 and "a failed: kubernetes: PodFailurePolicy: exit code 3" in said
+    code, line, _ = command("wait", "a")
+    assert (code, line) == (3, "a failed: kubernetes: PodFailurePolicy: exit code 3\n")
     (cluster.folder / "answer").write_text("<html>")
+    refused(command("wait", "a"), "kubernetes does not answer here")
     assert "kubernetes does not answer here" in ok("ls")[1]
     refused(command("stop", "a"), "kubernetes does not answer here")
     cluster.answer([])

@@ -89,10 +89,24 @@ def test_ls_filters_sorts_and_limits(runs: Path, station: Station) -> None:
     assert listed("--sort", "loss") == ["exp-2", "other", "exp-1", "exp-10"]
     assert listed("--sort", "loss", "--reverse") == ["exp-1", "other", "exp-2", "exp-10"]
     assert json.loads(station.ok("ls", "--json", "zzz*").stdout) == []
-    for wrong in (["--state", "stoped"], ["--sort", "size"], ["-n", 0], ["--limit", "all"], ["nosuch"]):
+    for wrong in (["--state", "stoped"], ["--sort", "sizes"], ["-n", 0], ["--limit", "all"], ["nosuch"]):
         refused = station("ls", *wrong)
         assert refused.returncode == 2 and refused.stderr.count("\n") == 1, wrong
         assert str(wrong[-1]) in refused.stderr
+
+
+def test_ls_counts_sizes_only_if_asked_and_shows_the_largest_first(runs: Path, station: Station) -> None:
+    for name, size in (("exp-1", 5000), ("exp-2", 900_000), ("exp-10", 2000)):
+        (runs / name / "checkpoints" / "step-00000001").mkdir()
+        (runs / name / "checkpoints" / "step-00000001" / "model").write_bytes(bytes(size))
+    (runs / "exp-2" / "link").symlink_to("nowhere")
+    exact = station.ok("ls", "--columns", "name,size", "--sort", "size", "--csv").stdout.splitlines()[1:]
+    assert [line.split(",")[0] for line in exact] == ["exp-2", "exp-1", "exp-10", "other"]
+    files = [path for path in (runs / "exp-2").rglob("*") if not path.is_dir()]
+    assert int(exact[0].split(",")[1]) == sum(path.lstat().st_size for path in files) > 900_000
+    shown = station.ok("ls", "exp-2", "--columns", "name,size").stdout.splitlines()[1]
+    assert shown.split(maxsplit=1)[1].startswith("879") and shown.endswith(" KiB"), shown
+    assert "size" not in json.loads(station.ok("ls", "exp-2", "--json").stdout)[0]
 
 
 def test_ls_shows_and_sorts_by_fields_and_figures(runs: Path, station: Station) -> None:
