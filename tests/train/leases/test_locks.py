@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import random
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -26,6 +27,17 @@ def shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     yield folder
 
 
+def _forked(function: Callable[[], object]) -> int:
+    """Call a function in a process of its own. Returns its id."""
+    pid = os.fork()
+    if not pid:
+        try:
+            function()
+        finally:
+            os._exit(0)
+    return pid
+
+
 def _cores(count: int) -> Wants:
     return Wants(CORE, devices.cores_here(2), count)
 
@@ -33,10 +45,7 @@ def _cores(count: int) -> Wants:
 def test_a_lease_is_passed_on_and_freed_by_any_death() -> None:
     lease, _ = devices.take(_cores(1), Holder.of("first"))
     assert lease is not None
-    pid = os.fork()
-    if not pid:  # a rank, which inherits it
-        time.sleep(60)
-        os._exit(0)
+    pid = _forked(lambda: time.sleep(60))  # a rank, which inherits it
     lease.release()
     found = lease.devices[0].holder()
     assert found is not None and found.run == "first" and found.user
@@ -106,10 +115,7 @@ def test_tickets_order_and_a_waiter_that_does_not_look_is_passed_over(monkeypatc
 
 
 def test_a_ticket_of_a_dead_waiter_does_not_count(shared: Path) -> None:
-    if not os.fork():
-        Ticket(CORE, 1, Path("/runs/dead"), Holder.of("dead", wants="1 core"))
-        os._exit(0)
-    os.wait()
+    os.waitpid(_forked(lambda: Ticket(CORE, 1, Path("/runs/dead"), Holder.of("dead", wants="1 core"))), 0)
     assert list(shared.glob("ticket-*"))
     assert tickets.waiting() == [] and not list(shared.glob("ticket-*"))
 
@@ -117,12 +123,9 @@ def test_a_ticket_of_a_dead_waiter_does_not_count(shared: Path) -> None:
 def test_many_waiters_get_their_turns_in_order_and_never_too_many_at_once(tmp_path: Path) -> None:
     log = os.open(tmp_path / "log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     chance, pids = random.Random(3), []
-    for number in range(24):
-        wanted, pause = 2 if number % 5 == 0 else 1, chance.random() / 20
-        if pid := os.fork():
-            pids.append(pid)
-            continue
-        ticket = Ticket(CORE, number, Path(f"/runs/{number}"), Holder.of(str(number), wants=""))
+
+    def live(number: int, wanted: int, pause: float) -> None:
+        ticket = Ticket(CORE, number, Path(f"/runs/{number}"), Holder.of(str(number)))
         time.sleep(0.3)  # until all are there
         while ticket.look() or (lease := devices.take(_cores(wanted), Holder.of(str(number)))[0]) is None:
             time.sleep(0.002)
@@ -131,7 +134,10 @@ def test_many_waiters_get_their_turns_in_order_and_never_too_many_at_once(tmp_pa
         time.sleep(pause)
         os.write(log, f"- {number} {wanted}\n".encode())
         lease.release()
-        os._exit(0)
+
+    for number in range(24):
+        wanted, pause = 2 if number % 5 == 0 else 1, chance.random() / 20
+        pids.append(_forked(functools.partial(live, number, wanted, pause)))
     for pid in pids:
         os.waitpid(pid, 0)
     lines, held, order = (tmp_path / "log").read_text().splitlines(), 0, []
