@@ -16,6 +16,7 @@ GROUPS = {
         "show": "tell one run's story: state, reason, attempts, checkpoints",
         "top": "live page of runs, their ranks and the GPUs",
         "logs": "print the output of a rank",
+        "notify": "say where notices of a run's end go, or send a test",
         "attach": "open the live terminal of a run (leave with Ctrl-b d)",
     },
     "control runs": {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import functools
+import os
 import re
 from argparse import Namespace
 from collections.abc import Mapping
@@ -86,6 +87,15 @@ def add_ranks(parser: Parser) -> None:
     add("--max-restarts", metavar="K", help=text)
     text = "Keep this environment variable for resumes, too. May be given several times."
     add("--keep-env", metavar="NAME", action="append", help=text)
+
+
+def add_notify(parser: Parser) -> None:
+    """Add to whom the end of a run is told."""
+    text = (
+        "URL of a chat, or a command, that gets one line when the run ends, unless you stop it yourself. '': nobody. "
+        "Default: $TRAIN_NOTIFY."
+    )
+    parser.add_argument("--notify", metavar="'COMMAND'", help=text)
 
 
 def add_script(parser: Parser) -> None:
@@ -271,6 +281,13 @@ def _weights_at(text: str, runs: Path) -> str:
         raise Refused(f"--init {text}: {name} has no checkpoint yet")
     averaged = f"@{best.AVERAGE}" if wanted.weights("", screen.remark, f"--init {text}") else ""
     return f"{run.checkpoint(step).absolute()}{averaged}"
+
+
+def check_notify(given: str | None) -> None:
+    """Refuse a wrong --notify, or without it a wrong address in the environment."""
+    from ..launcher import notices
+
+    notices.of_launch(given, os.environ)
 
 
 def warn(warnings: list[str]) -> None:

@@ -150,7 +150,7 @@ def keep(opened: OpenedRun, stop: StopRequest) -> int:
     from ..nodes.nodes import Nodes, Settings
     from ..supervise.attempts import Supervisor
     from ..supervise.decide import LaunchMode
-    from . import tmux
+    from . import notices, tmux
     from .live_view import LiveView
 
     run, spec, place = opened.run, opened.spec, opened.run.path
@@ -181,6 +181,7 @@ def keep(opened: OpenedRun, stop: StopRequest) -> int:
     except (OSError, Refused) as error:  # the disk fails or the run folder is gone
         say(f"{run.name} cannot continue: {one_line(error)}")
         return EXIT_FAILED
+    notices.begin(run)
     opened.zygote.close()
     with contextlib.suppress(OSError):
         view.close()

@@ -115,6 +115,7 @@ class Launch(ABC):
         keep_env: Names of more environment variables to keep for resumes.
         command_line: The command as typed, without secrets; '' from a program, and of a resume.
         visible: CUDA_VISIBLE_DEVICES of the calling shell; None: not set, or the keeper resumes.
+        notify: To whom the end of the run is told, a URL or a command; '': to nobody; None: not given.
     """
 
     runs: str = ""
@@ -125,6 +126,7 @@ class Launch(ABC):
     keep_env: list[str] = dataclasses.field(default_factory=list)
     command_line: str = ""
     visible: str | None = None
+    notify: str | None = dataclasses.field(default=None, repr=False)
 
     @abstractmethod
     def check(self) -> Plan:
