@@ -158,7 +158,7 @@ def _post(address: Address, message: Message) -> Answer:
     parts = urllib.parse.urlsplit(address.secret)
     service, opener = _service(parts), urllib.request.build_opener(_NoRedirect)
     try:
-        with opener.open(_request(parts, service, message), timeout=PATIENCE) as response:
+        with opener.open(_request(parts, service, message), timeout=2 * PATIENCE) as response:
             code, body = response.status, response.read(_MOST_READ)
     except HTTPError as error:
         code, body = error.code, b""

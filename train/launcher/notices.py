@@ -144,7 +144,8 @@ def message(run: Run, record: Record) -> Message:
     elif state == states.FAILED:
         parts = [f"{name} failed{at}", f"{reason}; look: train logs {name}"]
     else:
-        parts = [f"{name} was {state}{at} and is not started again", f"{reason}; go on: train resume {name}"]
+        what = reason if reason.startswith(state) else f"{state}{at}: {reason}"
+        parts = [f"{name} was {what}, and is not started again; go on: train resume {name}"]
     text = shortened(printable(": ".join(filter(None, parts))), _LONGEST)
     return Message(text, name, state, record["step"], socket.gethostname())
 

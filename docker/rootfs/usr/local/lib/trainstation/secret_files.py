@@ -5,7 +5,7 @@
     secret_files.py FOLDER NAME allowed  print them for sshd; change nothing
     secret_files.py FOLDER NAME pair     store the pair on standard input, private part first; its owner may log in
     secret_files.py FOLDER NAME token    print JupyterLab's token; create one if there is none
-    secret_files.py FOLDER NAME notify   print where `train` sends notices; nothing if the owner has written no such file
+    secret_files.py FOLDER NAME notify   print where `train` sends notices; nothing if there is no such file
 
 NAME is the folder's name for people. The folder's owner may put anything there, also links to root's files. So the
 folder is opened once as root. Everything else is done as its owner, by names inside it: a link is refused, and a new
