@@ -71,7 +71,7 @@ def test_feishu_is_signed_and_its_refusal_is_seen_behind_a_200(server: Hook) -> 
     server.answer = '{"code": 0, "msg": "success"}'
     assert send(f"{url}#{SECRET}").is_sent
     got = server.received[-1].body
-    assert got["content"] == {"text": 'vit 失败 at <step> 910: < at user_id="all">'} and got["msg_type"] == "text"
+    assert got["content"] == {"text": 'train: vit 失败 at <step> 910: < at user_id="all">'} and got["msg_type"] == "text"
     assert got["sign"] == signed(f"{got['timestamp']}\n{SECRET}", "")
     assert abs(int(got["timestamp"]) - time.time()) < 60 and SECRET not in server.received[-1].path
     assert send(url).is_sent and "sign" not in server.received[-1].body
@@ -85,7 +85,7 @@ def test_dingtalk_is_signed_in_its_address(server: Hook) -> None:
     query = server.query()
     assert query["access_token"] == "abc"
     assert urllib.parse.unquote_plus(query["sign"]) == signed(SECRET, f"{query['timestamp']}\n{SECRET}")
-    assert server.received[-1].body == {"msgtype": "text", "text": {"content": TOLD.text}}
+    assert server.received[-1].body == {"msgtype": "text", "text": {"content": f"train: {TOLD.text}"}}
     server.answer = '{"errcode": 310000, "errmsg": "关键词不匹配"}'
     assert send(f"{server.url}/robot/send?access_token=abc") == (False, f"{server.place} answered 200: 关键词不匹配")
     assert server.query() == {"access_token": "abc"}

@@ -54,6 +54,8 @@ class _Care:
         self.again_at, self.pause = 0.0, LOOK_EVERY
         self.is_mirrored = False
         """Whether this keeper has looked after the run's mirror. The agent of a live run does that."""
+        self.told = ""
+        """The end of which this keeper has told, once: on a full disk run.json cannot say that."""
 
     def put_off(self) -> None:
         self.again_at = time.monotonic() + self.pause
@@ -127,7 +129,9 @@ def _look_after(run: Run, tell: _Log, ended: threading.Event, care: _Care) -> No
     try:
         with _at_once:
             record = _resume_if_interrupted(run, tell, ended)
-            if notices.send_left_over(run, record):
+            if (mark := notices.left_over(run, record)) and mark != care.told:
+                care.told = mark
+                notices.begin(run)
                 tell(run, "sending the notice of its end")
             if not care.is_mirrored and mirrored.complete_left_over(run, run.read()):
                 tell(run, "copying what its mirror lacks")

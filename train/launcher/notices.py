@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from .. import format, helper, programs, webhooks
-from ..errors import Refused, shortened
+from ..errors import Refused, one_line, shortened
 from ..run import best, durable, environment, states
 from ..run.record import Record
 from ..run.run_folder import Run, now, seconds_of
@@ -101,16 +101,16 @@ def begin(run: Run) -> None:
             helper.leave(helper.start("train.launcher.notices", str(run.path)))
 
 
-def send_left_over(run: Run, record: Record) -> bool:
-    """Start that process for the keeper, if nobody has told of the run's end. Returns whether that was needed.
+def left_over(run: Run, record: Record) -> str:
+    """Return the mark of an end that nobody has told of or tells of now, for the keeper; '' if there is none.
 
     Args:
         record: run.json with the effective state.
     """
-    is_left = bool(due(record, keeper_lives=True)) and not durable.is_locked(run.folder / _LOCK)
-    if is_left := is_left and run.was_started_here(record):  # its command may come from elsewhere
-        begin(run)
-    return is_left
+    mark = due(record, keeper_lives=True)
+    if mark and durable.is_locked(run.folder / _LOCK):
+        return ""
+    return mark if mark and run.was_started_here(record) else ""  # a command may come from elsewhere
 
 
 def due(record: Record, *, keeper_lives: bool) -> str:
@@ -169,26 +169,32 @@ def deliver(run: Run, again: Sequence[float] = AGAIN) -> None:
     """
     record = _settled(run)
     mark = due(record, keeper_lives=keeper_sign.is_alive())
-    told, problem = message(run, record), ""
-    for pause in (0.0, *again) if mark else ():
-        time.sleep(pause)
-        now_is = run.read()
-        if now_is.get("ended") != record.get("ended") or len(now_is["attempts"]) != len(record["attempts"]):
-            return  # it was resumed
-        try:
-            to = address(run.folder, os.environ)
-        except Refused as error:
-            problem = str(error)
-            break
-        if to is None:
-            problem = f"{VARIABLE} is not set where the run ended; set it for the keeper too"
-            break
-        answer = webhooks.send(to, told, record.get("cwd") or "/")
-        problem = "" if answer.is_sent else answer.text
-        if answer.is_sent:
-            break
-    if mark:
+    if not mark:
+        return
+    try:
+        problem = _tried(run, record, again)
+    except Exception as error:  # noted, else nobody would see it
+        problem = one_line(error) or type(error).__name__
+    if problem is not None:
         run.note(noticed=mark, notice_problem=f"not sent ({now()}): {problem}" if problem else "")
+
+
+def _tried(run: Run, record: Record, again: Sequence[float]) -> str | None:
+    """Send the notice. Returns why that is given up; '' if it was sent, None if the run was resumed meanwhile."""
+    to, problem = address(run.folder, os.environ), ""
+    if to is None:
+        return f"{VARIABLE} is not set where the run ended; set it for the keeper too"
+    told = message(run, record)
+    for pause in (0.0, *again):
+        time.sleep(pause)
+        later = run.read()
+        if later.get("ended") != record.get("ended") or len(later["attempts"]) != len(record["attempts"]):
+            return None
+        answer = webhooks.send(to, told, record.get("cwd") or "/")
+        if answer.is_sent:
+            return ""
+        problem = answer.text
+    return problem
 
 
 def _settled(run: Run) -> Record:

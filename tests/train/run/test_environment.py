@@ -178,7 +178,8 @@ def test_what_cannot_be_kept_is_refused(station: Station, flag: str, said: str) 
         ("A", "AKIA" + "A" * 16, True), ("A", "hf_" + "a" * 34, True), ("HF_HOME", "/home/hf_cache", False),
         ("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True", False), ("NCCL_SOCKET_IFNAME", "=eth0", False),
         ("LS_COLORS", "di=01;34:ln=01;36", False), ("A", "a8098c1a7a3b2bd1f1d2c3e4f5061728394a5b6c", False),
-        ("XLA_FLAGS", "--xla_key=3 --b=2", False), ("TRAIN_NOTIFY", "a", True), ("A", "s3://bucket/key=1/token=2", False),
+        ("XLA_FLAGS", "--xla_key=3 --b=2", False), ("TRAIN_NOTIFY", "a", True),
+        ("A", "s3://bucket/key=1/token=2", False),
     ],
 )  # fmt: skip
 def test_which_variables_are_secrets(name: str, value: str, expected: bool) -> None:
