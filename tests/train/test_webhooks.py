@@ -71,7 +71,9 @@ def test_feishu_is_signed_and_its_refusal_is_seen_behind_a_200(server: Hook) -> 
     server.answer = '{"code": 0, "msg": "success"}'
     assert send(f"{url}#{SECRET}").is_sent
     got = server.received[-1].body
-    assert got["content"] == {"text": 'train: vit 失败 at <step> 910: < at user_id="all">'} and got["msg_type"] == "text"
+    assert (
+        got["content"] == {"text": 'train: vit 失败 at <step> 910: < at user_id="all">'} and got["msg_type"] == "text"
+    )
     assert got["sign"] == signed(f"{got['timestamp']}\n{SECRET}", "")
     assert abs(int(got["timestamp"]) - time.time()) < 60 and SECRET not in server.received[-1].path
     assert send(url).is_sent and "sign" not in server.received[-1].body

@@ -11,7 +11,7 @@ from ..errors import EXIT_FAILED, EXIT_FINISHED
 from .parser import Parser
 
 EXAMPLES = {
-    "TRAIN_NOTIFY=https://ntfy.sh/TOPIC train notify --test": "Send a test notice, and print what was answered.",
+    "train notify --test": "Send a test notice to the address in TRAIN_NOTIFY, and print what was answered.",
     "train notify": "Print where notices go: the host, never the whole address.",
 }
 

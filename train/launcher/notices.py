@@ -85,10 +85,9 @@ def of_launch(
         Refused: the address is wrong.
     """
     text = given if given is not None or before is None else _read(before / environment.NOTIFY)
-    if text is None and "TRAIN_RUN_DIR" in environ:  # a run that another run has launched
-        text = ""
     if text is None:
-        found = address(None, environ)
+        is_of_run = "TRAIN_RUN_DIR" in environ  # another run has launched it
+        found = None if is_of_run else address(None, environ)
         return {}, {"notify": found.place if found else None}
     place = webhooks.parse(text.strip(), "--notify").place if text.strip() else None
     return {environment.NOTIFY: text}, {"notify": place}

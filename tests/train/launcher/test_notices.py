@@ -184,8 +184,9 @@ def test_a_run_that_another_run_launches_is_not_told_of(station: Station, server
     env = {**by(server), "TRAIN_RUN_DIR": str(station.runs / "outer")}
     station.ok("launch", "digits", "--name", "inner", "--epochs", 1, "--follow", *QUICK, env=env)
     assert station.record("inner")["notify"] is None
-    station.ok("resume", "inner", "--epochs", 2, "--follow", env=by(server))
-    assert station.record("inner")["notify"] is None and not server.received
+    station.ok("fork", "inner", "--name", "mine", "--epochs", 2, "--follow", env=by(server))
+    eventually("the notice of the fork", lambda: server.received)
+    assert [text.split(" after ")[0] for text in server.texts] == ["mine finished"]
 
 
 def test_a_foreground_run_is_told_of(station: Station, server: Hook) -> None:
