@@ -66,7 +66,7 @@ class Address:
     """The host of the URL, or `a command`."""
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Message:
     """What is sent."""
 

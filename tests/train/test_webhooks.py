@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import dataclasses
 import hashlib
 import hmac
 import socket
@@ -19,7 +20,7 @@ from train.errors import Refused
 from train.webhooks import Answer, Message
 
 SECRET = "c0ffee-c0ffee"
-TOLD = Message('vit 失败 at <step> 910: <at user_id="all">', "vit", "failed", 910, "here")
+TOLD = Message(text='vit 失败 at <step> 910: <at user_id="all">', run="vit", state="failed", step=910, host="here")
 
 
 @pytest.fixture
@@ -59,7 +60,7 @@ def test_ntfy_gets_plain_text_and_a_title_in_ascii(server: Hook, monkeypatch: py
     monkeypatch.setenv("http_proxy", server.url)  # so that the request to this host arrives here
     monkeypatch.delenv("no_proxy", raising=False)
     monkeypatch.delenv("NO_PROXY", raising=False)
-    odd = Message(TOLD.text, "r\n训x", "failed", 1, "here")
+    odd = dataclasses.replace(TOLD, run="r\n训x")
     assert send(f"http://ntfy.invalid/{SECRET}", odd) == (True, "ntfy.invalid answered 200")
     [got] = server.received
     assert (got.path, got.text) == (f"http://ntfy.invalid/{SECRET}", TOLD.text)
@@ -159,7 +160,7 @@ def test_a_command_gets_the_text_and_ps_does_not_show_the_command(tmp_path: Path
 def test_a_command_that_fails_hangs_or_reads_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert send("exit 7") == (False, "the command ended with exit code 7")
     assert send("no-such-c0ffee-c0ffee").text == "the command ended with exit code 127"
-    assert send("true", Message("x" * 100_000, "r", "failed", 1, "here")).is_sent
+    assert send("true", dataclasses.replace(TOLD, text="x" * 100_000)).is_sent
     monkeypatch.setattr(webhooks, "COMMAND_PATIENCE", 0.5)
     began = time.monotonic()
     answer = webhooks.send(webhooks.parse("sleep 300 & echo $! >pid; wait", "--notify"), TOLD, str(tmp_path))

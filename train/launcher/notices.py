@@ -146,7 +146,7 @@ def message(run: Run, record: Record) -> Message:
         what = reason if reason.startswith(state) else f"{state}{at}: {reason}"
         parts = [f"{name} was {what}, and is not started again; go on: train resume {name}"]
     text = shortened(printable(": ".join(filter(None, parts))), _LONGEST)
-    return Message(text, name, state, record["step"], socket.gethostname())
+    return Message(text=text, run=name, state=state, step=record["step"], host=socket.gethostname())
 
 
 def _result(run: Run, record: Record) -> str:
@@ -218,7 +218,7 @@ def of_shell() -> Address:
 def test(to: Address) -> Answer:
     """Send a test notice."""
     host = socket.gethostname()
-    told = Message(f"a test notice of train from {host}", "test", states.FINISHED, 0, host)
+    told = Message(text=f"a test notice of train from {host}", run="test", state=states.FINISHED, step=0, host=host)
     return webhooks.send(to, told, os.getcwd())
 
 
