@@ -46,6 +46,7 @@ def workspace(tmp_path: Path) -> Path:
         ("authorized_keys", "/workspace/.env", True),
         ("id_ed25519", "/etc/trainstation/hostkeys/ssh_host_ed25519_key", True),
         ("jupyter_token", "/etc/ld.so.preload", False),
+        ("notify", "/etc/shadow", True),
     ],
 )
 def test_a_link_among_the_secrets_is_refused_by_name(workspace: Path, name: str, target: str, mounted: bool) -> None:

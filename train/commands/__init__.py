@@ -19,6 +19,7 @@ GROUPS = {
         "queue": "show which runs wait for GPUs or cores",
         "logs": "print the output of a rank",
         "wait": "wait until runs have ended",
+        "notify": "say where notices of a run's end go, or send a test",
         "attach": "open the live terminal of a run (leave with Ctrl-b d)",
     },
     "control runs": {

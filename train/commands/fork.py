@@ -8,7 +8,17 @@ from pathlib import Path
 from .. import screen
 from ..errors import EXIT_FINISHED, Refused
 from .completion_values import task_names
-from .options import add_checkpoint, add_name, add_on_restart, add_ranks, follow, waiting_of, warn
+from .options import (
+    add_checkpoint,
+    add_name,
+    add_notify,
+    add_on_restart,
+    add_ranks,
+    check_notify,
+    follow,
+    waiting_of,
+    warn,
+)
 from .parser import Parser, number
 
 EXAMPLES = {
@@ -39,6 +49,7 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument("--task", metavar="FILE", help=text, offer=task_names)
     add_checkpoint(parser)
     add_ranks(parser)
+    add_notify(parser)
     add_on_restart(parser)
     parser.rest = ("name",)
 
@@ -61,6 +72,7 @@ def start(options: Namespace, runs: Path) -> str:
     record, restarts = of.read(), number("max-restarts", options.max_restarts)
     spec = spec_of(record, of.read_config())
     config.check_flags(options.flags)
+    check_notify(options.notify)
     if init := next((name for name in ("init", "init_skip") if name in options.flags), None):
         raise Refused(f"--{init}: a fork uses the weights of its checkpoint; for others: train launch TASK --init FILE")
     program = programs.of(spec)
@@ -75,7 +87,8 @@ def start(options: Namespace, runs: Path) -> str:
     launch = Fork(
         of.name, step, flags=options.flags, task=task, arguments=options.arguments, on_restart=options.on_restart,
         runs=str(runs), name=name, nproc=options.nproc or before, gpus=options.gpus, max_restarts=restarts,
-        keep_env=options.keep_env or [], command_line=environment.shown(options.words), **waiting_of(options),
+        keep_env=options.keep_env or [], command_line=environment.shown(options.words), notify=options.notify,
+        **waiting_of(options),
     )  # fmt: skip
     warn(launch.start())
     code = f", with the code of {options.task}" if task else ""

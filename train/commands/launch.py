@@ -10,9 +10,11 @@ from .. import screen
 from ..errors import EXIT_FINISHED, Refused
 from .options import (
     add_nodes,
+    add_notify,
     add_ranks,
     add_script,
     add_task,
+    check_notify,
     check_now,
     follow,
     nodes_of,
@@ -46,6 +48,7 @@ def add_arguments(parser: Parser) -> None:
     parser.usage += "\n       train launch --module NAME [--FLAG VALUE ...] -- ARGS"
     add_task(parser, nargs="?")
     add_ranks(parser)
+    add_notify(parser)
     add_nodes(parser)
     add_script(parser)
 
@@ -64,6 +67,7 @@ def start(options: Namespace, runs: Path) -> tuple[Path, str]:
 
     request = request_of(options)
     check(options, request, runs)
+    check_notify(options.notify)
     cluster = nodes_of(options)
     if cluster and not options.name:
         raise Refused("--nnodes needs --name NAME too; give the same name on every machine")
@@ -88,6 +92,7 @@ def launch_of(
         "runs": str(runs), "name": name, "nproc": options.nproc, "gpus": options.gpus,
         "max_restarts": number("max-restarts", options.max_restarts), "keep_env": options.keep_env or [],
         "command_line": environment.shown(options.words), **waiting_of(options),
+        "notify": getattr(options, "notify", ""),  # a proof has none
     }  # fmt: skip
     if options.task is not None:
         return NewRun(**vars(request), cluster=cluster, **common)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import functools
+import os
 import re
 from argparse import Namespace
 from collections.abc import Mapping
@@ -123,6 +124,15 @@ def waiting_of(options: Namespace, is_one_of_many: bool = False) -> dict[str, An
         raise Refused("--no-lease holds nothing that others wait for; leave it out, or --gives-way")
     queue = options.queue or bool(after) or (None if is_one_of_many else False)
     return {"lease": not options.no_lease, "queue": queue, "after": after, "gives_way": options.gives_way or ""}
+
+
+def add_notify(parser: Parser) -> None:
+    """Add to whom the end of a run is told."""
+    text = (
+        "URL of a chat, or a command, that gets one line when the run ends, unless you stop it yourself. '': nobody. "
+        "Default: $TRAIN_NOTIFY."
+    )
+    parser.add_argument("--notify", metavar="'COMMAND'", help=text)
 
 
 def add_script(parser: Parser) -> None:
@@ -308,6 +318,13 @@ def _weights_at(text: str, runs: Path) -> str:
         raise Refused(f"--init {text}: {name} has no checkpoint yet")
     averaged = f"@{best.AVERAGE}" if wanted.weights("", screen.remark, f"--init {text}") else ""
     return f"{run.checkpoint(step).absolute()}{averaged}"
+
+
+def check_notify(given: str | None) -> None:
+    """Refuse a wrong --notify, or without it a wrong address in the environment."""
+    from ..launcher import notices
+
+    notices.of_launch(given, os.environ)
 
 
 def warn(warnings: list[str]) -> None:

@@ -8,7 +8,19 @@ from pathlib import Path
 
 from .. import screen
 from ..errors import EXIT_FINISHED, EXIT_REFUSED, Refused
-from .options import add_figures, add_name, add_nodes, add_on_restart, add_ranks, follow, nodes_of, waiting_of, warn
+from .options import (
+    add_figures,
+    add_name,
+    add_nodes,
+    add_notify,
+    add_on_restart,
+    add_ranks,
+    check_notify,
+    follow,
+    nodes_of,
+    waiting_of,
+    warn,
+)
 from .parser import Parser, number
 
 EXAMPLES = {
@@ -25,6 +37,7 @@ def add_arguments(parser: Parser) -> None:
     parser.continues_run = True
     add = parser.add_argument
     add_ranks(parser)
+    add_notify(parser)
     add_nodes(parser)
     add_on_restart(parser)
     add_figures(parser)
@@ -40,6 +53,7 @@ def run(options: Namespace, runs: Path) -> int:
     from ..run import folders
 
     number("max-restarts", options.max_restarts)
+    check_notify(options.notify)
     if (options.name is None) == (not options.all):
         raise Refused("give the NAME of a run, or --all; train ls lists the runs")
     of_one = (options.flags, options.nnodes, options.figures, options.on_restart is not None, options.after)
@@ -108,7 +122,8 @@ def start(options: Namespace, runs: Path) -> Path | None:
     launch = Resume(
         runs=str(runs), name=name, flags=options.flags, nproc=options.nproc, gpus=options.gpus, cluster=cluster,
         max_restarts=number("max-restarts", options.max_restarts), keep_env=options.keep_env or [],
-        on_restart=options.on_restart, figures=options.figures, **waiting_of(options, is_one_of_many=options.all),
+        on_restart=options.on_restart, figures=options.figures, notify=options.notify,
+        **waiting_of(options, is_one_of_many=options.all),
     )  # fmt: skip
     warn(launch.start())
     return runs
@@ -116,9 +131,11 @@ def start(options: Namespace, runs: Path) -> Path | None:
 
 def _check_submitted(options: Namespace, name: str) -> None:
     """Refuse options that would change the shape of a submitted run."""
-    if options.queue or options.after or options.no_lease:
-        raise Refused(f"{name} waits in the queue of its cluster; leave out --queue, --after and --no-lease")
-    for option in ("nproc", "gpus", "nnodes", "node_rank", "rendezvous", "wait_minutes", "max_restarts"):
+    if options.queue or options.after or options.no_lease or options.gives_way:
+        raise Refused(
+            f"{name} waits in the queue of its cluster; leave out --queue, --after, --gives-way and --no-lease"
+        )
+    for option in ("nproc", "gpus", "nnodes", "node_rank", "rendezvous", "wait_minutes", "max_restarts", "notify"):
         if getattr(options, option) is not None:
             flag = option.replace("_", "-")
             raise Refused(

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 from .. import doing, module_runner
 from ..errors import EXIT_FAILED, EXIT_REFUSED, EXIT_STOPPED, Refused, one_line
 from ..run import durable
-from ..signals import StopRequest, leave
+from ..signals import WAY, StopRequest, leave
 
 if TYPE_CHECKING:
     from .request import OpenedRun
@@ -168,7 +168,7 @@ def keep(opened: OpenedRun, stop: StopRequest) -> int:
     from ..nodes.nodes import Nodes, Settings
     from ..supervise.attempts import Supervisor
     from ..supervise.decide import LaunchMode
-    from . import tmux
+    from . import notices, tmux
     from .giving_way import GivingWay
     from .live_view import LiveView
 
@@ -201,6 +201,8 @@ def keep(opened: OpenedRun, stop: StopRequest) -> int:
     except (OSError, Refused) as error:  # the disk fails or the run folder is gone
         say(f"{run.name} cannot continue: {one_line(error)}")
         return EXIT_FAILED
+    if stop.by != WAY:
+        notices.begin(run)
     opened.zygote.close()
     with contextlib.suppress(OSError):
         view.close()

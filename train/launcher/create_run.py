@@ -22,7 +22,7 @@ from ..run.spec import read_spec
 from ..supervise import attempts
 from ..supervise.decide import CODES
 from ..zygote.client import Zygote, acquire
-from . import leasing, ranks_and_gpus, resumable
+from . import leasing, notices, ranks_and_gpus, resumable
 from .request import Launch, OpenedRun, Plan, numbers_of
 from .tmux import session_of
 
@@ -64,7 +64,9 @@ def create(
     if launch.command_line:  # a submitted run has that of its submission
         record["command_line"] = launch.command_line
     saved = environment.keep(environ, imports.python_files(record), launch.keep_env)
-    files = plan.files | {environment.FILE: environment.to_json(saved)}
+    tells, where = notices.of_launch(launch.notify, environ, before=source.folder if source is not None else None)
+    record |= where if not record.get("submission") else {}  # an engine has its own notices, and kills what is left
+    files = plan.files | {environment.FILE: environment.to_json(saved)} | tells
     with doing.now("the copy of the checkpoint" if plan.copies else "the creation of its folder"):
         run = existing or folders.create(runs, launch.name, files=files, record=record, copies=plan.copies)
     lock = run.acquire()
@@ -127,7 +129,9 @@ def _reopen(launch: Launch, run: Run, lock: Lock, environ: Mapping[str, str], by
     if not by_keeper:  # this environment holds from now on, for the keeper too
         before = environment.read(run.folder)
         saved = environment.kept_again(before, environ, sources=imports.python_files(record), names=launch.keep_env)
-        files = {environment.FILE: environment.to_json(saved), **files}
+        tells, where = notices.of_launch(launch.notify, environ, before=run.folder)
+        files = {environment.FILE: environment.to_json(saved), **files, **tells}
+        changes |= where if not resumable.is_kept_elsewhere(record) else {}
     # submitted: a node may lack the key with which the run was signed
     is_copy = record.get(ownership.DIGEST) and not record.get("submitted")
     if not record.get(wandb_run.FIELD) or (is_copy and not run.was_started_here(record)):

@@ -29,7 +29,7 @@ from ..supervise import diagnose, last_words
 from ..supervise.attempts import Supervisor, supervise_alone
 from ..supervise.decide import CODES, LaunchMode
 from ..supervise.ranks import TaskRanks
-from . import leasing, mirrored, ranks_and_gpus
+from . import leasing, mirrored, notices, ranks_and_gpus
 from .create_run import check_in_fork
 from .launches import NewRun
 from .request import ALONE, Plan
@@ -59,7 +59,8 @@ def run(new: NewRun, is_spawned: bool) -> int:
         screen.remark(f"warning: {line}")
     with doing.noted() as notes:
         zygote, plan = check_in_fork(new, meanwhile=doing.Waiting(new.name, notes, screen.remark).look)
-    made = _create(new, plan, plan.record).held()
+    _, where = notices.of_launch(None, os.environ)
+    made = _create(new, plan, plan.record | where).held()
     lock = made.acquire()
     assert lock is not None  # the folder is new
     lock.leases = held.lease.fds if held.lease is not None else []
@@ -72,6 +73,7 @@ def run(new: NewRun, is_spawned: bool) -> int:
     )
     code = supervisor.keep()
     zygote.close()
+    notices.begin(made)
     if not new.name and not made.newest_checkpoint:
         _show_lost(made, ranks)
         _remove_look(made, first, spec.task_source)

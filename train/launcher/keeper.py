@@ -21,10 +21,11 @@ from .. import hash_seed, programs, screen
 from ..errors import EXIT_FINISHED, Refused, one_line
 from ..helper import Helper
 from ..run import folders, ownership, run_folder, states
+from ..run.record import Record
 from ..run.run_folder import Run
 from ..scripts.command import BEGINS_ANEW
 from ..zygote import client as zygote
-from . import mirrored, resumable, stopping, tmux
+from . import keeper_sign, mirrored, notices, resumable, stopping, tmux
 from .launches import Resume
 
 LOOK_EVERY = 2.0
@@ -53,6 +54,8 @@ class _Care:
         self.again_at, self.pause = 0.0, LOOK_EVERY
         self.is_mirrored = False
         """Whether this keeper has looked after the run's mirror. The agent of a live run does that."""
+        self.told = ""
+        """The end of which this keeper has told, once: on a full disk run.json cannot say that."""
 
     def put_off(self) -> None:
         self.again_at = time.monotonic() + self.pause
@@ -71,31 +74,6 @@ class _Log:
             screen.say(f"{run_folder.now()} {run.name}: {text}")
 
 
-def _sign_of_life() -> Path:
-    """Return the file that a keeper of this user touches while it lives. Raises OSError without a home folder."""
-    return ownership.state_folder() / "keeper"
-
-
-def touch_sign_of_life() -> None:
-    """Give the keeper's sign of life, if the state folder is writable."""
-    with contextlib.suppress(OSError):
-        _sign_of_life().parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        _sign_of_life().touch(mode=0o600)
-
-
-def remove_sign_of_life() -> None:
-    """Remove the sign of life of a keeper that ends on request."""
-    with contextlib.suppress(OSError):
-        _sign_of_life().unlink()
-
-
-def last_seen() -> float | None:
-    """Return when a keeper of this user last gave a sign of life, in seconds since the epoch. None: no keeper runs."""
-    with contextlib.suppress(OSError):
-        return _sign_of_life().stat().st_mtime
-    return None
-
-
 def keep(runs: Path, once: bool) -> int:
     """Keep the runs alive until SIGTERM or SIGINT, then save and stop those of this station. Returns an exit code.
 
@@ -110,7 +88,7 @@ def keep(runs: Path, once: bool) -> int:
         screen.say(f"{run_folder.now()} warning: {problem}; set TRAIN_STATE to another folder")
     if not once:
         screen.say(f"{run_folder.now()} keeping the runs in {runs}")
-    sign_of_life = touch_sign_of_life if not once else (lambda: None)
+    sign_of_life = keeper_sign.touch if not once else (lambda: None)
     # one thread per run: a run whose dataset hangs during its check must not delay the others
     cares: dict[Path, _Care] = {}
     lender = Helper(_lend, pause=LEND_AGAIN, longest=LEND_AGAIN)
@@ -135,7 +113,7 @@ def keep(runs: Path, once: bool) -> int:
         _stop_all(runs, tell, sign_of_life)
     lender.end(zygote.ENDING)
     if not once:
-        remove_sign_of_life()
+        keeper_sign.remove()
     return EXIT_FINISHED
 
 
@@ -150,7 +128,11 @@ def _look_after(run: Run, tell: _Log, ended: threading.Event, care: _Care) -> No
     """Resume a run if necessary. A problem with one run does not affect the others."""
     try:
         with _at_once:
-            _resume_if_interrupted(run, tell, ended)
+            record = _resume_if_interrupted(run, tell, ended)
+            if (mark := notices.left_over(run, record)) and mark != care.told:
+                care.told = mark
+                notices.begin(run)
+                tell(run, "sending the notice of its end")
             if not care.is_mirrored and mirrored.complete_left_over(run, run.read()):
                 tell(run, "copying what its mirror lacks")
         care.is_mirrored = True
@@ -165,7 +147,8 @@ def _look_after(run: Run, tell: _Log, ended: threading.Event, care: _Care) -> No
         tell(run, f"cannot be kept: {one_line(error) or type(error).__name__}")
 
 
-def _resume_if_interrupted(run: Run, tell: _Log, ended: threading.Event) -> None:
+def _resume_if_interrupted(run: Run, tell: _Log, ended: threading.Event) -> Record:
+    """Resume a run if it does not rest. Returns the record from before."""
     record = run.read_effective()
     # for a moment between its creation and its first attempt a run has no process
     is_stillborn = record["state"] == states.CREATED and not run.alive() and not resumable.is_kept_elsewhere(record)
@@ -179,18 +162,20 @@ def _resume_if_interrupted(run: Run, tell: _Log, ended: threading.Event) -> None
         if record.get("max_restarts") == 0:
             why = f"it is a {program.name} with --max-restarts 0"
         tell(run, f"left alone, because {why}; to start it again: train resume {run.name}")
-        return
+        return record
     if ended.is_set() or not is_wanted:
-        return
+        return record
     launch = Resume(runs=str(run.folder.parent), name=run.name, by_keeper=True, queue=None)
     for line in launch.start(ended.is_set):
         tell(run, f"warning: {line}")
+    now = record
     with contextlib.suppress(Refused):
-        record = run.read()
-    count = record.get("kept") or {"step": record["step"], "times": 1}  # written by the agent that has opened the run
+        now = run.read()
+    count = now.get("kept") or {"step": now["step"], "times": 1}  # written by the agent that has opened the run
     times = f" for the {count['times']}th time" if count["times"] > 1 else ""
-    after = f" after step {count['step']}" if program.reports_steps(record["attempts"]) else ""
+    after = f" after step {count['step']}" if program.reports_steps(now["attempts"]) else ""
     tell(run, f"resumed{after}{times}")
+    return record
 
 
 def _stop_all(runs: Path, tell: _Log, sign_of_life: Callable[[], None]) -> None:

@@ -124,6 +124,7 @@ class Launch(ABC):
         gives_way: `mine` or `all`: the runs for which it stops and waits behind them; see giving_way.py. '': none.
         leased: The GPUs that the run holds, as in CUDA_VISIBLE_DEVICES; None: none.
         ticket: Its place in the queue; 0: not known yet.
+        notify: To whom the end of the run is told, a URL or a command; '': to nobody; None: not given.
     """
 
     runs: str = ""
@@ -140,6 +141,7 @@ class Launch(ABC):
     gives_way: str = ""
     leased: str | None = None
     ticket: int = 0
+    notify: str | None = dataclasses.field(default=None, repr=False)
 
     @abstractmethod
     def check(self) -> Plan:

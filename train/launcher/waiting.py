@@ -16,7 +16,7 @@ from ..run import states
 from ..run.run_folder import Run
 from ..signals import SIGNAL, USER, StopRequest
 from ..supervise.attempts import record_end
-from . import create_run, giving_way, leasing
+from . import create_run, giving_way, leasing, notices
 from .launches import Resume
 from .request import OpenedRun
 
@@ -72,6 +72,7 @@ def wait(opened: OpenedRun, after: Iterable[str], stop: StopRequest, say: Callab
     record_end(run, end.state, reason=end.reason, by=end.by)
     say(f"{run.name} {end.state}: {end.reason}")
     opened.lock.release()
+    notices.begin(run)
     return None
 
 

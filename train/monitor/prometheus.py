@@ -29,7 +29,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from .. import __version__, screen
 from ..errors import EXIT_FINISHED, Refused, one_line
 from ..gpus import ECC, REASONS, Gpus, GpuState, process_of
-from ..launcher import keeper
+from ..launcher import keeper_sign
 from ..run import heartbeat, states
 from ..run.run_folder import seconds_of
 from ..run.spec import spec_of
@@ -165,7 +165,7 @@ class Collector(prometheus_client.registry.Collector):
             self._try("the GPUs", lambda: self._add_gpus(figures))
             self._try("the disk", lambda: self._add_disk(figures))
             self._try("the runs", lambda: self._add_runs(figures))
-            figures.add("train_keeper_last_seen_timestamp_seconds", keeper.last_seen())
+            figures.add("train_keeper_last_seen_timestamp_seconds", keeper_sign.last_seen())
             figures.add("train_exporter_info", 1, __version__)
             figures.add("train_exporter_problems_total", self._problems)
             figures.add("train_exporter_look_duration_seconds", time.perf_counter() - begun)

@@ -15,7 +15,7 @@ from typing import BinaryIO
 from ..errors import Refused, one_line
 from . import environment
 
-PRIVATE = (environment.FILE,)
+PRIVATE = (environment.FILE, environment.NOTIFY)
 """Files of a run folder that only their owner may read."""
 
 

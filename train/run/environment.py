@@ -23,6 +23,8 @@ from . import wandb_run
 
 FILE = "environment.json"
 """File in the run folder; only its owner may read it."""
+NOTIFY = ".notify"
+"""File in the run folder with the text of --notify; only its owner may read it, and no archive or mirror has it."""
 
 _SETTINGS = re.compile(
     r"""(?x)
@@ -49,6 +51,7 @@ _OF_PROCESS = re.compile(
     | (SLURM | SLURMD | SBATCH | PMI | PMIX | OMPI | PRTE | PBS | LSB | LSF | FLUX)_ \w*
     | TRAIN_(AGENT_PID | ATTEMPT | FAULT | LEASES | NAME | PROVE | RUNS | RUN_DIR | SLOTS | SNAPSHOT | STATE)
     | TRAIN_(TRUSTED_OWNER | WARM)
+    | TRAIN_NOTIFY  # a secret that a run can do without
     """
 )
 """Names of variables that describe a session, a job or a rank. They are not kept: they would be wrong later."""
@@ -62,6 +65,7 @@ _SECRET = re.compile(
         | (?<!COM)(?<!BY) PASS\d* $
         | (^|_|(?-i:(?<=[a-z])(?=[A-Z]))) AUTH (_|$)
         | CREDENTIALS? (?!S|_FILE)
+        | (^|_) NOTIFY $
     )"""
 )
 """Names of secrets. In NCCL_IB_PKEY the key is a partition of InfiniBand."""

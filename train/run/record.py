@@ -206,6 +206,13 @@ class Record(TypedDict):
     step_time: NotRequired[float | None]
     """Seconds per step of a script, by the times of its lines; None: unknown."""
 
+    notify: NotRequired[str | None]
+    """Where the notice of the run's end is sent: a host or `a command`, never the address. None: nowhere."""
+    noticed: NotRequired[str]
+    """State and time of the end whose notice was sent, or given up."""
+    notice_problem: NotRequired[str]
+    """Why the last notice was not sent, as a line; '' if it was."""
+
     cluster: NotRequired[Cluster | None]
     nodes: NotRequired[Any]
     submitted: NotRequired[Submitted]

@@ -144,6 +144,7 @@ def facts(one: RunStatus) -> list[tuple[str, Any]]:
         ("checkpoints", ", ".join(f"step {step}" for step in sorted(run.steps_saved()))),
         ("best", top),
         ("mirror", mirror.text(run, record, str(spec.config.get(mirror.FIELD) or ""))),
+        ("notices", record.get("notice_problem") or (record.get("notify") and f"to {record['notify']}")),
         ("wandb", sent.get("problem") or sent.get("url") or sent.get("id")),
     ]
 

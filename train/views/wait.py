@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from .. import screen
 from ..cluster import jobs
 from ..errors import EXIT_FAILED, EXIT_FINISHED, EXIT_INTERRUPTED, EXIT_STOPPED, Refused
-from ..launcher import keeper, resumable
+from ..launcher import keeper, keeper_sign, resumable
 from ..monitor.status import RunStatus, here
 from ..run import states
 from ..run.run_folder import Run
@@ -111,5 +111,4 @@ class _Awaited:
 def _comes_back(one: RunStatus) -> bool:
     """Whether a keeper lives that resumes this run."""
     is_wanted = resumable.is_resumable(one.record) and resumable.keeper_may_start(one.record)
-    seen = keeper.last_seen() if is_wanted else None
-    return seen is not None and time.time() - seen < 15 * keeper.LOOK_EVERY
+    return bool(is_wanted) and keeper_sign.is_alive()

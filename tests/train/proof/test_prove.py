@@ -166,8 +166,11 @@ def test_a_calm_run_that_dies_by_itself_has_failed(station: Station) -> None:
 @pytest.mark.parametrize("ranks", [2, *later(1)])
 def test_a_task_is_exact(station: Station, ranks: int) -> None:
     flags = ("--steps", 30, "--updates", 20, "--task.width", 8, "--batch_size", 60, "--micro_batch_size", 8)
+    told = station.folder / "told"
+    station.more = {"TRAIN_NOTIFY": f"touch {told}"}
     found, said = proved(station, "digits", "--nproc", ranks, *flags, code=0)
     assert (found["verdict"], found["updates"], found["ranks"]) == ("EXACT", 20, ranks), said
+    assert not told.exists(), "nobody is told of the runs of a proof"
     assert len(found["breaks"]) == 4 and {"model", "optimizer"} <= found["digests"].keys()
 
 

@@ -178,7 +178,8 @@ def test_what_cannot_be_kept_is_refused(station: Station, flag: str, said: str) 
         ("A", "AKIA" + "A" * 16, True), ("A", "hf_" + "a" * 34, True), ("HF_HOME", "/home/hf_cache", False),
         ("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True", False), ("NCCL_SOCKET_IFNAME", "=eth0", False),
         ("LS_COLORS", "di=01;34:ln=01;36", False), ("A", "a8098c1a7a3b2bd1f1d2c3e4f5061728394a5b6c", False),
-        ("XLA_FLAGS", "--xla_key=3 --b=2", False), ("A", "s3://bucket/key=1/token=2", False),
+        ("XLA_FLAGS", "--xla_key=3 --b=2", False), ("TRAIN_NOTIFY", "a", True),
+        ("A", "s3://bucket/key=1/token=2", False),
     ],
 )  # fmt: skip
 def test_which_variables_are_secrets(name: str, value: str, expected: bool) -> None:
@@ -212,9 +213,9 @@ def test_a_folder_without_it_is_resumed_as_before(tmp_path: Path) -> None:
 
 def test_a_command_line_is_shown_without_secrets() -> None:
     words = ["train", "launch", "--script", "a b.py", "--", "--api-key", "abc", "--lr", "0.1", "--hub.token=xyz"]
-    words += ["https://me:pass@host/x", "--optim.lr=3", "-v"]
+    words += ["https://me:pass@host/x", "--optim.lr=3", "-v", "--notify", "mail me", "--notify=mail me"]
     assert environment.shown(words) == (
-        "train launch --script 'a b.py' -- --api-key … --lr 0.1 --hub.token=… … --optim.lr=3 -v"
+        "train launch --script 'a b.py' -- --api-key … --lr 0.1 --hub.token=… … --optim.lr=3 -v --notify … --notify=…"
     )
 
 

@@ -16,7 +16,7 @@ import pytest
 import train
 from tests.train.conftest import PATIENCE, Station
 from train import programs
-from train.launcher import keeper, resumable, stopping
+from train.launcher import keeper_sign, resumable, stopping
 from train.run import environment, folders, ownership, states
 from train.run.run_folder import Run
 
@@ -83,7 +83,7 @@ def test_a_keeper_lets_the_copy_of_a_living_run_and_runs_of_other_stations_be(st
     assert "keeping the runs" in process.stdout.readline()
     first = "".join(process.stdout.readline() for _ in range(2))
     assert "copied: left alone" in first and "unborn: left alone" in first
-    assert keeper.last_seen() is not None
+    assert keeper_sign.last_seen() is not None
     process.send_signal(signal.SIGTERM)
     said = process.communicate(timeout=PATIENCE)[0]
     assert f"theirs: left alone, because it belongs to another station ({os.uname().nodename})" in said

@@ -5,6 +5,7 @@
     secret_files.py FOLDER NAME allowed  print them for sshd; change nothing
     secret_files.py FOLDER NAME pair     store the pair on standard input, private part first; its owner may log in
     secret_files.py FOLDER NAME token    print JupyterLab's token; create one if there is none
+    secret_files.py FOLDER NAME notify   print where `train` sends notices; nothing if there is no such file
 
 NAME is the folder's name for people. The folder's owner may put anything there, also links to root's files. So the
 folder is opened once as root. Everything else is done as its owner, by names inside it: a link is refused, and a new
@@ -20,7 +21,7 @@ import sys
 from pathlib import Path
 
 PAIR = ("id_ed25519", "id_ed25519.pub")
-FILES = ("authorized_keys", "jupyter_token", *PAIR, "known_hosts")
+FILES = ("authorized_keys", "jupyter_token", *PAIR, "known_hosts", "notify")
 MOST = 256 * 1024  # bytes of one file
 FOLDER, NAME, TASK = sys.argv[1:]
 
@@ -181,12 +182,16 @@ def token() -> None:
     print(found.replace("\n", ""), end="")
 
 
+def notify() -> None:
+    print(read("notify") or "", end="")
+
+
 if __name__ == "__main__":
     try:
         become_owner()
         if TASK == "keys":  # the first that may change something
             close_to_others()
-        {"check": check, "keys": keys, "allowed": allowed, "pair": pair, "token": token}[TASK]()
+        {"check": check, "keys": keys, "allowed": allowed, "pair": pair, "token": token, "notify": notify}[TASK]()
     except Wrong as wrong:
         say(f"error: {wrong}")
         sys.exit(2)
