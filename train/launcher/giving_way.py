@@ -44,6 +44,8 @@ class GivingWay:
     def look(self) -> None:
         """Ask the run to stop if it should give way now. Called several times a second."""
         now = time.time()
+        if self._held.lease is not None:
+            self._held.lease.touch()
         if not self._scope or now < self._again_at or self._stop.asked:
             return
         self._again_at = now + _LOOK_EVERY

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import os
+import time
 from collections.abc import Sequence
 
 from .. import gpus
@@ -20,6 +21,7 @@ SLOTS = "TRAIN_SLOTS"
 """Environment variable with the number of cores that can be leased."""
 GPU, CORE = "gpu", "core"
 """Kinds of devices. Each has its own queue."""
+_TOUCH_EVERY = 3600.0
 _MOST = 64
 """Maximum number of leases of a run."""
 
@@ -64,11 +66,19 @@ class Lease:
     kind: str
     devices: list[Device]
     fds: list[int]
+    touch_at: float = 0.0
 
     @property
     def visible(self) -> str:
         """The value of CUDA_VISIBLE_DEVICES for the ranks."""
         return ",".join(device.visible for device in self.devices)
+
+    def touch(self) -> None:
+        """Say that the files are in use, now and then: some systems remove old files in /tmp."""
+        if time.monotonic() > self.touch_at:
+            self.touch_at = time.monotonic() + _TOUCH_EVERY
+            for fd in self.fds:
+                os.utime(fd)
 
     def release(self) -> None:
         """Close this process's copies."""
