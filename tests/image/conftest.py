@@ -103,6 +103,7 @@ class Station:
             "JUPYTER_PORT": str(self.jupyter_port),
             "SSH_PORT": str(self.ssh_port),
             "GPUS": "none",
+            "LEASES_DIR": str(self.folder.parent / "leases"),  # runs of other tests hold no cores of this station
             "STATION_BUILT": "trainstation:runtime",  # for docker compose alone
             "HOME": str(self.folder.parent),
             "DOCKER_CONFIG": str(Path.home() / ".docker"),
