@@ -1,4 +1,4 @@
-"""The station and the machine around it see the same leases, and each user adds files without touching those of others."""
+"""The station and the machine around it see the same leases, and nobody can touch the files of others."""
 
 from __future__ import annotations
 
