@@ -19,7 +19,7 @@ from .parser import Parser
 
 EXAMPLES = {
     "train queue": "Show which runs wait, of all users and stations of this machine.",
-    "train stop big": "Take a run of yours out of the queue.",
+    "train queue --json": "The same for programs. To take a run of yours out: train stop NAME.",
 }
 
 

@@ -19,6 +19,7 @@ from ..leases.tickets import Waiting
 from ..run import run_folder, states
 from ..run.run_folder import Run
 from ..signals import WAY, StopRequest
+from ..supervise.attempts import record_queued
 
 EVERY = "TRAIN_GIVES_WAY_EVERY"
 """Environment variable: seconds within which a run gives way at most once."""
@@ -99,7 +100,7 @@ def queue_again(run: Run, held: Reservation, reason: str) -> bool:
         "seconds": before.get("seconds", 0.0),
         "last": (now := run_folder.now()),
     }
-    run.update(state=states.QUEUED, reason=reason, queued=True, ended=None, gave_way={**given, "since": now})
+    record_queued(run, reason, gave_way={**given, "since": now})
     held.is_queued, held.lease = True, None
     return True
 

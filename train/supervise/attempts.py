@@ -80,6 +80,11 @@ def record_waiting(run: Run, reason: str) -> None:
     run.note(state=states.RUNNING, reason=reason, ended=None)
 
 
+def record_queued(run: Run, reason: str, **values: Any) -> None:
+    """Record that a run that has stopped by itself waits in the queue."""
+    run.update(state=states.QUEUED, reason=reason, queued=True, ended=None, **values)
+
+
 def record_decision(run: Run, attempt: int | None, decision: Decision) -> None:
     """Write a decision into run.json.
 
