@@ -104,10 +104,22 @@ def test_a_keeper_that_stops_everything_brings_queued_runs_back(station: Station
     keeper.communicate(timeout=station.patience)
 
 
+SLOW = """
+import os, time, torch
+from torch import nn
+from torch.utils.data import TensorDataset
+def model(config): return nn.Linear(4, 1)
+def datasets(config): return TensorDataset(torch.randn(400, 4, generator=torch.Generator().manual_seed(1))), None
+def loss(model, batch):
+    time.sleep(float(os.environ["PAUSE"]))
+    return model(batch[0]).square().mean()
+"""
+
+
 def test_a_run_that_gives_way_comes_back_and_ends_with_the_same_bits(station: Station) -> None:
-    station.more |= CORES | {"TRAIN_GIVES_WAY_EVERY": "1"}
-    same = ["--nproc", 2, "--steps", 600, "--cpu_threads", 1, "--log.tensorboard", "false", "--checkpoint.keep", 2]
+    station.more |= {"TRAIN_SLOTS": "1", "TRAIN_GIVES_WAY_EVERY": "1", "PAUSE": "0.02"}
     (station.folder / "bare.py").write_text("print(1)\n")
+    (station.folder / "slow.py").write_text(SLOW)
     for arguments, said in (
         (["--script", "bare.py", "--gives-way", "all"], "opens no session"),
         (["digits", "--gives-way", "never"], "must be mine"),
@@ -115,7 +127,8 @@ def test_a_run_that_gives_way_comes_back_and_ends_with_the_same_bits(station: St
     ):  # fmt: skip
         refused = station("launch", *arguments, "--name", "way")
         assert refused.returncode == 2 and said in refused.stderr and not (station.runs / "way").exists()
-    station.ok("launch", "digits", "--name", "way", *same, "--gives-way", "mine")
+    same = ["--steps", 1000, "--batch_size", 8, *SHORT[2:]]
+    station.ok("launch", "slow.py", "--name", "way", *same, "--gives-way", "mine")
     station.wait_for_step("way", 5)
     for name in ("way-1", "way-2"):
         pushed = len(station.record("way")["attempts"])
@@ -127,5 +140,5 @@ def test_a_run_that_gives_way_comes_back_and_ends_with_the_same_bits(station: St
     record = station.record("way")
     assert record["gave_way"]["times"] == 2 and record["gave_way"]["seconds"] > 0
     assert "gave way     2 times" in station.ok("show", "way").stdout
-    station.ok("launch", "digits", "--name", "way-calm", *same, "--follow")
+    station.ok("launch", "slow.py", "--name", "way-calm", *same, "--follow", env={"PAUSE": "0"})
     assert record["weights_sha256"] == station.record("way-calm")["weights_sha256"]
