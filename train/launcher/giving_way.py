@@ -16,7 +16,7 @@ from ..leases import locks, tickets
 from ..leases.devices import Reservation
 from ..leases.locks import Holder, Unusable
 from ..leases.tickets import Waiting
-from ..run import run_folder, states
+from ..run import proving, run_folder, states
 from ..run.run_folder import Run
 from ..signals import WAY, StopRequest
 from ..supervise.attempts import record_queued
@@ -36,11 +36,12 @@ class GivingWay:
         record = run.read()
         self._run, self._held, self._stop = run, held, stop
         self._scope = (record.get("wants") or {}).get("gives_way") or "" if held.lease is not None else ""
-        self._again_at, self._first_seen = 0.0, dict[str, float]()
+        self._first_seen = dict[str, float]()
         last = run_folder.seconds_of((record.get("gave_way") or {}).get("last"))
         text = os.environ.get(EVERY, "")
-        if last is not None:
-            self._again_at = last + (whole(text) if is_whole(text) else _EVERY)
+        every = whole(text) if is_whole(text) else _EVERY
+        self._again_at = last + every if last is not None else 0.0
+        self._pause, self._patience = min(_LOOK_EVERY, every), min(_PATIENCE, every)
 
     def look(self) -> None:
         """Ask the run to stop if it should give way now. Called several times a second."""
@@ -49,12 +50,12 @@ class GivingWay:
             self._held.lease.touch()
         if not self._scope or now < self._again_at or self._stop.asked:
             return
-        self._again_at = now + _LOOK_EVERY
+        self._again_at = now + self._pause
         try:
             waiting = tickets.waiting(self._held.wants.kind) if self._held.wants is not None else []
             first = waiting[0] if waiting else None
             self._first_seen = {first.file.name: self._first_seen.get(first.file.name, now)} if first else {}
-            if first and now - self._first_seen[first.file.name] >= _PATIENCE and self._is_due(first):
+            if first and now - self._first_seen[first.file.name] >= self._patience and self._is_due(first):
                 self._stop.ask(WAY, f"gave way to {first.holder.run}")
         except (OSError, Unusable):
             return  # without the folder nobody waits
@@ -91,8 +92,10 @@ def queue_again(run: Run, held: Reservation, reason: str) -> bool:
     Args:
         reason: What it gave way to.
     """
-    record = run.read()
+    record, asked = run.read(), proving.asked()
     if record["state"] != states.STOPPED or record["stopped_by"] != WAY:
+        return False
+    if asked is not None and record["step"] >= asked.stop:  # it was about to stop anyway
         return False
     before: Mapping[str, Any] = record.get("gave_way") or {}
     given = {

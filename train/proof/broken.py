@@ -19,8 +19,11 @@ import psutil
 
 from ..checkpoint.manifest import PARTIAL
 from ..errors import Refused
-from ..launcher import stopping, tmux
+from ..launcher import giving_way, stopping, tmux
 from ..launcher.launches import NewRun, NewScript, Resume
+from ..leases import locks
+from ..leases.locks import Holder
+from ..leases.tickets import Ticket
 from ..run import heartbeat, proving, states
 from ..run.proving import Asked
 from ..run.run_folder import Run
@@ -33,7 +36,7 @@ _SAVES = 3
 """Number of updates within which a save that was asked for begins."""
 _SEE = r"train logs \S+( --rank \d+)?"
 """A command in the reason of an end."""
-_QUIET = {"WANDB_MODE": "disabled"}
+_QUIET = {"WANDB_MODE": "disabled", giving_way.EVERY: "0"}
 """Variables of every run of a proof."""
 
 
@@ -72,6 +75,7 @@ class Broken:
             moments.RANK: f"rank {self.rank} killed at {self.update}",
             moments.ALL: f"everything killed at {self.update}",
             moments.STOP: f"stopped at {self.update}",
+            moments.WAY: f"gave way at {self.update}",
             moments.AGENT: f"the agent killed at {self.update}",
             moments.SERVER: f"the tmux server killed at {self.update}",
             moments.SAVE: f"rank {self.rank} killed {'while' if self.is_in_save else 'after'} saving at {self.update}",
@@ -146,6 +150,8 @@ class Breaker:
         Raises:
             Failed: the run failed, or could not continue.
         """
+        if self._launch.lease and any(one.kind == moments.WAY for one in breaks):
+            self._launch.gives_way = "all"
         with asking(self._asked):
             self._launch.start()
             for one in breaks:
@@ -191,10 +197,14 @@ class Breaker:
                 self._attempts -= 1  # the attempt goes on
                 made.back = time.monotonic() - began
                 return made
-            case moments.STOP:
+            case moments.WAY if self._launch.lease:
+                self._push_away()
+                made.update = self.run.read()["step"]
+            case moments.STOP | moments.WAY:
+                made.kind = moments.STOP
                 stopping.ask_to_stop(self.run, states.POLITE)
                 made.update = self.run.read()["step"]
-        if one.kind in (moments.ALL, moments.AGENT, moments.STOP):
+        if made.kind in (moments.ALL, moments.AGENT, moments.STOP):
             wait(self.run)
             self._resume(made)
         if one.kind == moments.SAVE:  # the next attempt saves there again
@@ -203,6 +213,22 @@ class Breaker:
             made.is_in_save = not self.run.checkpoint(one.update).exists()
         self._come_back(made, began)
         return made
+
+    def _push_away(self) -> None:
+        """Wait in the queue for what the run holds, until it has given way."""
+        folder, record = locks.folder(), self.run.read()
+        holders = ((file.name, locks.holder(file)) for file in folder.iterdir())
+        keys = [name for name, one in holders if one is not None and one.number == f"{record['ticket']:020d}"]
+        if not keys:
+            raise Failed(f"{self.run.name} holds no GPU or core, so it cannot give way; leave --no-lease out")
+        note = Holder.of(f"the proof of {self.run.name}", wants="its turn", count="1", among=" ".join(keys))
+        ticket = Ticket(keys[0].partition("-")[0], 0, self.run.path, note)
+        try:
+            while self.run.alive() and self.run.read()["state"] != states.QUEUED:
+                ticket.look()
+                time.sleep(_LOOK)
+        finally:
+            ticket.leave()
 
     def _ranks(self) -> list[int]:
         return list((self.run.read().get("pids") or {}).get("ranks") or [])

@@ -7,10 +7,10 @@ import random
 
 from ..errors import Refused
 
-STOP, RANK, ALL, SAVE, AGENT, SERVER = "stop", "rank", "all", "save", "agent", "server"
+STOP, RANK, ALL, SAVE, AGENT, SERVER, WAY = "stop", "rank", "all", "save", "agent", "server", "way"
 """The run is stopped and resumed; a rank is killed; all ranks and the agent are; a rank is killed in a save; the agent
-alone is killed; the tmux server is, which the run survives."""
-KINDS = (STOP, RANK, ALL, SAVE, AGENT, SERVER)
+alone is killed; the tmux server is, which the run survives; the run gives way to another one that waits."""
+KINDS = (STOP, RANK, ALL, SAVE, AGENT, SERVER, WAY)
 _FIRST = 4
 """Number of breaks that are one of each kind, in the order of KINDS. Later ones are drawn."""
 
@@ -47,12 +47,12 @@ def choose(updates: int, kills: int, ranks: int, seed: int) -> list[Break]:
 
 def saves(breaks: list[Break]) -> tuple[int, ...]:
     """Return the updates after which the run saves: where a rank is killed in a save, and before each other break but
-    a stop, so that a checkpoint is there to continue from."""
+    those that save, so that a checkpoint is there to continue from."""
     found, before = [], 0
     for one in breaks:
         if one.kind == SAVE:
             found.append(one.update)
-        elif one.kind != STOP:
+        elif one.kind not in (STOP, WAY):
             found.append((before + one.update) // 2)
         before = one.update
     return tuple(sorted({one for one in found if one}))

@@ -32,13 +32,20 @@ class Asked:
         return json.dumps(dataclasses.asdict(self))
 
 
-def take() -> Asked | None:
-    """Return what this rank is asked for, and remove it from the environment of what the rank starts; None: nothing."""
-    text = os.environ.pop(VARIABLE, "")
+def asked() -> Asked | None:
+    """Return what the ranks of this run are asked for; None: nothing."""
+    text = os.environ.get(VARIABLE, "")
     if not text:
         return None
     fields = json.loads(text)
     return Asked(**fields | {"saves": tuple(fields["saves"])})
+
+
+def take() -> Asked | None:
+    """Return what this rank is asked for, and remove it from the environment of what the rank starts; None: nothing."""
+    found = asked()
+    os.environ.pop(VARIABLE, None)
+    return found
 
 
 def digests_file(run: Run, rank: int) -> Path:

@@ -14,6 +14,7 @@ import pytest
 
 from tests.train.conftest import PATIENCE, Station
 from tests.train.tiers import later
+from train.proof import moments
 from train.proof.compare import Difference
 from train.proof.prove import NOT_EXACT, Proof
 
@@ -172,6 +173,14 @@ def test_a_task_is_exact(station: Station, ranks: int) -> None:
     assert (found["verdict"], found["updates"], found["ranks"]) == ("EXACT", 20, ranks), said
     assert not told.exists(), "nobody is told of the runs of a proof"
     assert len(found["breaks"]) == 4 and {"model", "optimizer"} <= found["digests"].keys()
+
+
+@pytest.mark.minutes
+def test_a_task_that_gives_way_is_exact(station: Station) -> None:
+    flags = ("--steps", 60, "--updates", 40, "--task.width", 8, "--kills", 7)
+    seed = next(seed for seed in range(99) if moments.WAY in [one.kind for one in moments.choose(40, 7, 1, seed)])
+    found, said = proved(station, "digits", *flags, "--moments", seed, code=0)
+    assert found["verdict"] == "EXACT" and any(one["kind"] == moments.WAY for one in found["breaks"]), said
 
 
 @pytest.mark.minutes
