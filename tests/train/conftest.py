@@ -154,7 +154,7 @@ class Station:
         path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
         # a keeper that lives here has nothing to do with tests
         own = {"PYTHONPATH": path, "TRAIN_STATE": os.environ["TRAIN_STATE"], "TRAIN_WARM": "off", **self.more}
-        warm = forks.held_warm(outer | own) if command in ("fork", "keeper", "launch", "resume", "run") else {}
+        warm = forks.held_warm(outer | own) if command in ("fork", "keeper", "launch", "resume", "run", "sweep") else {}
         return outer | own | warm
 
     def run(self, name: str) -> Run:

@@ -7,11 +7,13 @@ from pathlib import Path
 
 from .. import screen
 from ..errors import EXIT_FINISHED
+from ..sweeps.kept import own_runs
 from .options import add_names, add_target, matching
 from .parser import Parser
 
 EXAMPLES = {
     "train plot demo1 --to demo1.png": "Draw one run.",
+    "train plot lr --to lr.png": "Draw all trials of a sweep.",
     "train plot 'exp-*' --to exp.svg": "Draw several runs together. The legend names the fields that differ.",
 }
 
@@ -26,7 +28,7 @@ def run(options: Namespace, runs: Path) -> int:
     """Draw all runs into one file."""
     from ..views.plot import plot
 
-    chosen = matching(runs, options.names)
+    chosen = [one for run in matching(runs, options.names) for one in own_runs(run) or [run]]
     for run, advice in zip(chosen, plot(chosen, Path(options.to)), strict=True):
         if advice:
             screen.say(f"{run.name}: {advice}")

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from .. import doing, hash_seed, programs, variables
+from .. import doing, hash_seed, programs, signals, variables
 from ..code import copies, imports
 from ..errors import Refused
 from ..nodes import address
@@ -58,6 +58,8 @@ def create(
     record = plan.record | _placement(launch, plan, launch.machines()) | {"max_restarts": restarts} | (fields or {})
     if launch.command_line:  # a submitted run has that of its submission
         record["command_line"] = launch.command_line
+    if launch.trial_of:
+        record["trial_of"] = launch.trial_of
     saved = environment.keep(environ, imports.python_files(record), launch.keep_env)
     files = plan.files | {environment.FILE: environment.to_json(saved)}
     with doing.now("the copy of the checkpoint" if plan.copies else "the creation of its folder"):
@@ -190,7 +192,8 @@ def _check_still_wanted(run: Run, record: Record) -> dict[str, int]:
         raise Refused(f"{run.name} was submitted to a cluster; only its user resumes it: train resume {run.name}")
     if record["state"] in (states.FINISHED, states.FAILED):
         raise Refused(f"{run.name} is {record['state']}")
-    if record["state"] == states.STOPPED and not states.rests_by_itself(record):
+    is_of_sweep = record["stopped_by"] == signals.SWEEP  # which resumes it as the keeper does
+    if record["state"] == states.STOPPED and not (states.rests_by_itself(record) or is_of_sweep):
         raise Refused(f"{run.name} was stopped by its user")
     if not run.was_started_here(record):
         raise Refused(f"{run.name} counts as a copy; only its user resumes it: train resume {run.name}")

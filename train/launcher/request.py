@@ -115,6 +115,7 @@ class Launch(ABC):
         keep_env: Names of more environment variables to keep for resumes.
         command_line: The command as typed, without secrets; '' from a program, and of a resume.
         visible: CUDA_VISIBLE_DEVICES of the calling shell; None: not set, or the keeper resumes.
+        trial_of: The id of the sweep of which the run is a trial; '': none.
     """
 
     runs: str = ""
@@ -125,6 +126,7 @@ class Launch(ABC):
     keep_env: list[str] = dataclasses.field(default_factory=list)
     command_line: str = ""
     visible: str | None = None
+    trial_of: str = ""
 
     @abstractmethod
     def check(self) -> Plan:

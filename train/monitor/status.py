@@ -96,6 +96,16 @@ class RunStatus:
         return self._known.get("owner") or ""
 
     @property
+    def sweep(self) -> str:
+        """The id of a sweep; '' of another run."""
+        return self._known.get("sweep") or ""
+
+    @property
+    def trial_of(self) -> str:
+        """The id of the sweep of which it is a trial; '' of another run."""
+        return self._known.get("trial_of") or ""
+
+    @property
     def user(self) -> str:
         """The user that created it; '' if unknown."""
         return self.record.get("user") or ""
