@@ -351,6 +351,9 @@ class Sweep(Script):
     def get_figures(self, name: str) -> str:
         return f"see: train ls {name}"
 
+    def on_restart(self, spec: Spec) -> str:
+        return ""
+
 
 TASK = Task(
     name=specs.TASK, knows_steps=True, default_restarts=specs.MAX_RESTARTS, has_fields=True, shows_log=False,

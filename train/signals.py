@@ -17,8 +17,8 @@ POLITE = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
 
 USER, KEEPER, SIGNAL, CTRL_C, SWEEP = "user", "keeper", "signal", "ctrl-c", "sweep"
 """Who requested a stop, in run.json's `stopped_by`: `train stop`; the keeper, which will resume the run; a signal, for
-example from a service manager; a second Ctrl-C; the sweep, which resumes its trial when it is resumed itself. A run that
-its user stopped is not resumed automatically."""
+example from a service manager; a second Ctrl-C; the sweep, which resumes its trial when it is resumed itself. A
+run that its user stopped is not resumed automatically."""
 _SAME = 0.25
 """Seconds within which two SIGINT count as one Ctrl-C: timeout(1) signals a process and then its whole group."""
 

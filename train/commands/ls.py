@@ -91,8 +91,8 @@ def run(options: Namespace, runs: Path) -> int:
     if options.json and (options.csv or options.columns is not None):
         raise Refused("--json prints everything about a run; leave out --csv and --columns")
     limit = number("limit", options.limit, 1)
-    if (rows := _compared(options, runs)) is not None:
-        _print_compared(options, *rows)
+    if (comparison := _compared(options, runs)) is not None:
+        _print_compared(options, *comparison)
         return EXIT_FINISHED
     launching = _launching(runs, options.names or ["*"])
     names = [name for name in options.names if name not in launching] if options.names else ["*"]
@@ -149,7 +149,7 @@ def _compared(options: Namespace, runs: Path) -> tuple[list[Row], Metric] | None
         metric = kept.Metric.read(options.metric or sweep.by)
         sweep = dataclasses.replace(sweep, by=options.metric or sweep.by)
         return kept.rows(kept.look_at_all(chosen[0], sweep), [*sweep.space.repeat], metric), metric
-    found = [one for one in look_at(kept.own_runs(chosen[0]) if sweep is not None else chosen, screen.remark)]
+    found = look_at(kept.own_runs(chosen[0]) if sweep is not None else chosen, screen.remark)
     found = [one for one in found if not one.sweep and one.state != states.OTHER_FORMAT]
     aims = (one.config.get("checkpoint.best") for one in found)
     metric = kept.Metric.read(options.metric or next((str(aim) for aim in aims if aim), "loss"))

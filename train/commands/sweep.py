@@ -75,7 +75,7 @@ def run(options: Namespace, runs: Path) -> int:
 
 
 def start(options: Namespace, runs: Path) -> tuple[Path, str]:
-    """Start, continue or extend a sweep, for the command and for Python. Return the folder of its runs, and its name."""
+    """Start, continue or extend a sweep, for the command and for Python. Return the folder of runs, and its name."""
     from ..launcher.launches import NewSweep
     from ..launcher.sweep import check_free
     from ..run import folders
@@ -171,7 +171,9 @@ def _check_parameters(options: Namespace, space: Any) -> None:
         words = " ".join([*options.arguments, options.on_restart or ""])
         for name in names:
             if name == "run" or f"{{{name}}}" not in words:
-                raise Refused(f"{name}: no argument of the script takes it; write {{{name}}} after --, as in --lr {{lr}}")
+                raise Refused(
+                    f"{name}: no argument of the script takes it; write {{{name}}} after --, as in --lr {{lr}}"
+                )
         return
     known = config.fields()
     for name in names:
@@ -204,12 +206,16 @@ def _change(options: Namespace, runs: Path) -> str:
 
     if options.task is None or options.grid or options.repeat or options.flags:
         what = "--add" if options.add else "--retry-failed" if options.retry_failed else "--trials"
-        raise Refused(f"{what} is for a sweep that exists, which keeps its fields; give its name: train sweep NAME {what}")
+        raise Refused(
+            f"{what} is for a sweep that exists, which keeps its fields; give its name: train sweep NAME {what}"
+        )
     run = folders.find_trusted(runs, options.task).by_path()
     failed = {}
     if options.retry_failed:
         found = kept.look_at_all(run, kept.read(run))
-        failed = {one.name: len((one.record or {}).get("attempts", ())) for one in found if one.state == states.FAILED}
+        failed = {
+            one.name: len(one.record["attempts"]) if one.record else 0 for one in found if one.state == states.FAILED
+        }
 
     def edit(sweep: Sweep) -> Sweep:
         draws = number("trials", options.trials, 1)
@@ -247,9 +253,8 @@ def _resume(run: Run, edit: Any = None, at_once: int = 0) -> None:
 
     def forget(record: Any) -> None:
         retried = kept.read(run).retry
-        record[kept.NOT_STARTED] = {
-            name: why for name, why in (record.get(kept.NOT_STARTED) or {}).items() if name not in retried
-        }
+        before: Any = record.get(kept.NOT_STARTED) or {}
+        record[kept.NOT_STARTED] = {name: why for name, why in before.items() if name not in retried}
 
     sweep = change(run, whole, forget)
     until = time.monotonic() + _PATIENCE

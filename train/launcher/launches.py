@@ -145,7 +145,7 @@ class NewSweep(_New):
     def check(self) -> Plan:
         from .sweep import prepare
 
-        return prepare(Sweep.from_json(self.sweep), Path(self.runs))
+        return prepare(Sweep.from_json(self.sweep), Path(self.runs), made=from_json)
 
     def open(self, environ: Mapping[str, str]) -> OpenedRun:
         from .create_run import create
@@ -291,10 +291,12 @@ class Resume(_Launch):
         stop_and_wait(self.run, states.FOR_KEEPER if self.by_keeper else states.NOW)  # the keeper resumes it later
 
 
-_LAUNCHES: Mapping[str, type[Launch]] = {launch.__name__: launch for launch in (NewRun, NewScript, NewSweep, Fork, Resume)}
+_LAUNCHES: Mapping[str, type[_Launch]] = {
+    launch.__name__: launch for launch in (NewRun, NewScript, NewSweep, Fork, Resume)
+}
 
 
-def from_json(content: dict[str, Any]) -> Launch:
+def from_json(content: dict[str, Any]) -> _Launch:
     """Return the launch from what `to_json` gave."""
     fields = dict(content)
     return _LAUNCHES[fields.pop("launch")](**fields)

@@ -29,13 +29,14 @@ _OF_CODE = (
     "script_arguments", "script_files", "cwd", "versions", "git_revision",
 )  # fmt: skip
 """Fields of run.json of a trial that its sweep has, too."""
-_METRIC = "checkpoint.best"
+_METRIC = "early_stopping.metric"
+"""The field by which the check finds out whether evaluations give a metric. Trials do not get it."""
 
 
-def launch_of(sweep: Sweep, runs: Path, name: str, parameters: Parameters) -> Launch:
-    """Return the launch of a trial: a field of a task is a flag, and `{name}` in the arguments of a script a value."""
-    from .launches import from_json
-
+def launch_of(sweep: Sweep, runs: Path, name: str) -> dict[str, Any]:
+    """Return the launch of a trial as JSON: a parameter is a flag of a task, or stands for `{name}` in arguments of a
+    script."""
+    parameters = sweep.trials[name]
     content = {**sweep.launch, "runs": str(runs), "name": name, "trial_of": sweep.id}
     if content["launch"] == "NewRun":
         content["flags"] = {**sweep.defaults, **content["flags"], **parameters}
@@ -43,7 +44,7 @@ def launch_of(sweep: Sweep, runs: Path, name: str, parameters: Parameters) -> La
         content["arguments"] = [_filled(word, parameters) for word in content["arguments"]]
         if content["on_restart"]:
             content["on_restart"] = _filled(content["on_restart"], parameters)
-    return from_json(content)
+    return content
 
 
 def _filled(word: str, parameters: Parameters) -> str:
@@ -52,8 +53,11 @@ def _filled(word: str, parameters: Parameters) -> str:
     return word
 
 
-def prepare(sweep: Sweep, runs: Path) -> Plan:
+def prepare(sweep: Sweep, runs: Path, *, made: Callable[[dict[str, Any]], Launch]) -> Plan:
     """Check the first trial as its launch does, and the fields of all others. Fills in what the user left open.
+
+    Args:
+        made: Makes a launch from JSON.
 
     Raises:
         Refused: a trial is not possible, or no evaluation gives the metric.
@@ -62,11 +66,11 @@ def prepare(sweep: Sweep, runs: Path) -> Plan:
 
     is_task = sweep.launch["launch"] == "NewRun"
     outer, here = os.environ.get(VISIBLE), torch.cuda.device_count()
-    first = launch_of(sweep, runs, *next(iter(sweep.trials.items())))
+    first = launch_of(sweep, runs, next(iter(sweep.trials)))
     if is_task and sweep.metric:
-        first.flags[_METRIC] = sweep.metric.removeprefix("last:")  # type: ignore[attr-defined]
+        first["flags"] |= {_METRIC: sweep.metric.removeprefix("last:"), "early_stopping.patience": "1"}
     try:
-        plan = first.check()
+        plan = made(first).check()
     except Refused as error:
         raise Refused(str(error).replace(f"--{_METRIC}", "--metric") if sweep.metric else error) from None
     is_on_cpu = is_task and plan.config.device == "cpu"
@@ -80,14 +84,16 @@ def prepare(sweep: Sweep, runs: Path) -> Plan:
             defaults["cpu_threads"] = str(max(1, plan.config.cpu_threads // at_once))
     record = {name: plan.record[name] for name in _OF_CODE if name in plan.record}
     files: dict[str, str | bytes] = {"task.py": plan.files["task.py"]} if "task.py" in plan.files else {}
-    made = dataclasses.replace(
+    kept_as = dataclasses.replace(
         sweep, by=metric, defaults=defaults, at_once=at_once, files=_read_by(record, sweep.launch)
     )
+    if not is_task:
+        record["script_arguments"] = sweep.launch["arguments"]
     record |= {
         "sweep": sweep.id, "on_restart": [], "total_steps": len(sweep.trials),
         "watch": {}, "expects_session": False,
     }  # fmt: skip
-    files[kept.FILE] = made.to_text()
+    files[kept.FILE] = kept_as.to_text()
     return Plan(files=files, record=record, warnings=plan.warnings, ranks=1, visible=outer)
 
 
@@ -108,11 +114,11 @@ def _check_fields(sweep: Sweep, runs: Path, plan: Plan) -> None:
     if plan.config.checkpoint.mirror:
         raise Refused("--checkpoint.mirror: the trials of a sweep cannot share one mirror; leave it out")
     for name, parameters in sweep.trials.items():
-        launch: Any = launch_of(sweep, runs, name, parameters)
+        launch = launch_of(sweep, runs, name)
         try:
             config = configuration.resolve(
-                launch.flags, config_file=launch.config_file, settings=plan.task.Settings, defaults=plan.task.DEFAULTS,
-                task_file=plan.task.file,
+                launch["flags"], config_file=launch["config_file"], settings=plan.task.Settings,
+                defaults=plan.task.DEFAULTS, task_file=plan.task.file,
             )  # fmt: skip
             cut_batch(config, plan.ranks, ALONE)
         except Refused as error:

@@ -28,7 +28,7 @@ from ..signals import StopRequest
 from ..sweeps import kept
 from ..sweeps.kept import WAITING, Metric, Sweep, Trial
 from . import tmux
-from .launches import Resume
+from .launches import Resume, from_json
 from .sweep import launch_of, stop_trials
 
 _LOOK_EVERY = 0.5
@@ -60,7 +60,7 @@ def start_trial(sweep: Sweep, runs: Path, name: str, cancelled: Callable[[], boo
     Raises:
         Refused: it cannot be started.
     """
-    return launch_of(sweep, runs, name, sweep.trials[name]).start(cancelled)
+    return from_json(launch_of(sweep, runs, name)).start(cancelled)
 
 
 class Loop:
@@ -76,6 +76,7 @@ class Loop:
         """Trials that had failed before this attempt."""
         self._refusals: Counter[str] = Counter()
         self._noted: dict[str, Any] | None = None
+        self._warned: set[str] = set()
         self._known: set[str] = set()
         """Trials whose end was printed."""
 
@@ -169,7 +170,8 @@ class Loop:
             return
         self._refusals.pop(name, None)
         screen.say(f"{name} {'started' if one.state == WAITING else 'resumed'}: {said}")
-        for line in warnings:
+        for line in [line for line in warnings if line not in self._warned]:
+            self._warned.add(line)
             screen.say(f"{name}: warning: {line}")
 
     def _note(self, trials: Sequence[Trial]) -> None:
@@ -183,7 +185,12 @@ class Loop:
                 value = "" if one.value is None else f": {metric.name} {figure(one.value)}"
                 screen.say(f"{one.name} {one.state}{value or (one.reason and f': {one.reason}')}")
         self._known = {one.name for one in ended}
-        now = {"step": len(ended), "total_steps": len(trials), "last_figures": figures, kept.READ: self._stamp}
+        now: dict[str, Any] = {
+            "step": len(ended),
+            "total_steps": len(trials),
+            "last_figures": figures,
+            kept.READ: self._stamp,
+        }
         if now != self._noted and self._run.note(**now):
             self._noted = now
 

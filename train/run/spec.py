@@ -146,7 +146,7 @@ _REASON = "_reason"
 
 
 def program_of(record: Record) -> str:
-    """Return the program of a run. A sweep and a script have a field of their name, and a script that has opened a session
+    """Return the program of a run. A sweep and a script have a field of their name. A script that has opened a session
     says so."""
     if record.get(SWEEP):
         return SWEEP

@@ -166,7 +166,9 @@ def look(runs: Path, name: str, sweep: Sweep, *, refused: Mapping[str, str]) -> 
     except Refused as error:
         return Trial(name, parameters, states.FAILED, str(error))
     if record.get(OF) != sweep.id:
-        return Trial(name, parameters, states.FAILED, f"another run has the name {name}; rename it: train mv {name} NEW")
+        return Trial(
+            name, parameters, states.FAILED, f"another run has the name {name}; rename it: train mv {name} NEW"
+        )
     value = Metric.read(sweep.by).of(run, record) if record["state"] == states.FINISHED else None
     return Trial(name, parameters, record["state"], record.get("reason") or "", record, value)
 

@@ -1,6 +1,6 @@
 """The space of a sweep: which parameters each trial has. Pure functions of what the user has typed.
 
-    Space.read(grid=["optim.lr=1e-3,1e-2"], repeat=["seed=0..2"]).cells()
+Space.read(grid=["optim.lr=1e-3,1e-2"], repeat=["seed=0..2"]).cells()
 """
 
 from __future__ import annotations
@@ -65,7 +65,9 @@ class Space:
         if searches and draws is None:
             raise Refused("--search needs the number of draws too; give --trials 20")
         if not searches and (draws is not None or seed is not None):
-            raise Refused(f"--{'trials' if draws is not None else 'search-seed'} is for --search; a grid has all trials")
+            raise Refused(
+                f"--{'trials' if draws is not None else 'search-seed'} is for --search; a grid has all trials"
+            )
         names = [name for part in found for name in part]
         if twice := next((name for name in names if names.count(name) > 1), ""):
             raise Refused(f"{twice} is given twice; give each parameter once, with all its values")
@@ -151,7 +153,9 @@ def values_of(option: str, name: str, text: str, before: Sequence[str] = ()) -> 
     for value in _split(text):
         match = _RANGE.fullmatch(value)
         if match and not (is_whole(match[1].lstrip("-")) and is_whole(match[2].lstrip("-"))):
-            raise Refused(f"--{option} {name}={value}: a range here has whole ends (0..4); give other values with commas")
+            raise Refused(
+                f"--{option} {name}={value}: a range here has whole ends (0..4); give other values with commas"
+            )
         if value.startswith("log:") or not value:
             raise Refused(f"--{option} {name}={text}: give values with commas, as in {_GIVE[option]}")
         found += _range(option, name, match) if match else [value]
@@ -209,7 +213,9 @@ class _Drawn:
         if plain == text and all(is_whole(match[end].lstrip("-")) for end in (1, 2)):
             if most - least < MOST:
                 return cls(_range("search", name, match))
-            raise Refused(f"{given}: at most {MOST} whole numbers; for all numbers between them: {match[1]}.0..{match[2]}")
+            raise Refused(
+                f"{given}: at most {MOST} whole numbers; for all numbers between them: {match[1]}.0..{match[2]}"
+            )
         return cls((), least, most, plain != text)
 
     def draw(self, chance: random.Random) -> str:

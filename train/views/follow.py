@@ -161,7 +161,8 @@ def _tell_end(one: RunStatus) -> int:
         states.INTERRUPTED: f"{name} was interrupted{reason}",
         states.COPY: f"{name} was interrupted{reason}",
     }.get(state, f"{name} is {state}")
-    if not one.total and not step and state == states.FINISHED:  # its steps are unknown
+    has_steps = (one.total or step) and not one.program.launches_trials
+    if not has_steps and state == states.FINISHED:
         last = f"{name} finished{why}"
     if state == states.FAILED and record["attempts"]:
         for text in record["attempts"][-1].get("last_lines") or ():

@@ -66,7 +66,9 @@ def table(found: Sequence[Row], metric: Metric) -> str:
         measured = "-" if mean is None else figure(mean) + (f" ± {figure(spread)}" if spread is not None else "")
         count = f"{len(row.values)}/{len(row.trials)}"
         lines.append([*row.parameters.values(), count, measured, _states(row), _best(row, metric) or "-"])
-    text = screen.table([[screen.printable(cell) for cell in line] for line in lines], screen.width(sys.stdout), spare=())
+    text = screen.table(
+        [[screen.printable(cell) for cell in line] for line in lines], screen.width(sys.stdout), spare=()
+    )
     return "\n".join([text, *_below(found, metric)])
 
 
