@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from .. import doing, hash_seed, programs, signals, variables
+from .. import doing, hash_seed, programs, variables
 from ..code import copies, imports
 from ..errors import Refused
 from ..nodes import address
@@ -192,8 +192,7 @@ def _check_still_wanted(run: Run, record: Record) -> dict[str, int]:
         raise Refused(f"{run.name} was submitted to a cluster; only its user resumes it: train resume {run.name}")
     if record["state"] in (states.FINISHED, states.FAILED):
         raise Refused(f"{run.name} is {record['state']}")
-    is_of_sweep = record["stopped_by"] == signals.SWEEP  # which resumes it as the keeper does
-    if record["state"] == states.STOPPED and not (states.rests_by_itself(record) or is_of_sweep):
+    if record["state"] == states.STOPPED and not states.rests_by_itself(record):
         raise Refused(f"{run.name} was stopped by its user")
     if not run.was_started_here(record):
         raise Refused(f"{run.name} counts as a copy; only its user resumes it: train resume {run.name}")

@@ -21,6 +21,7 @@ from .. import screen, signals
 from ..code import changes
 from ..errors import EXIT_FAILED, EXIT_FINISHED, EXIT_STOPPED, Refused
 from ..format import figure
+from ..programs import KEEPER_TRIES
 from ..run import environment, outcome, states
 from ..run.outcome import Kind, Outcome
 from ..run.run_folder import Run
@@ -76,6 +77,8 @@ class Loop:
         """Trials that had failed before this attempt."""
         self._refusals: Counter[str] = Counter()
         self._noted: dict[str, Any] | None = None
+        self._resumes: Counter[str] = Counter()
+        """How often a trial was resumed because its processes were killed."""
         self._warned: set[str] = set()
         self._known: set[str] = set()
         """Trials whose end was printed."""
@@ -130,10 +133,12 @@ class Loop:
 
     def _is_open(self, one: Trial) -> bool:
         """Whether a trial is to be started, or started again."""
-        if one.state in (WAITING, states.INTERRUPTED):
+        if one.state == WAITING:
             return True
         if one.record is None:
             return False
+        if one.state == states.INTERRUPTED:
+            return self._resumes[one.name] < KEEPER_TRIES
         if one.state == states.CREATED:  # killed before its first attempt
             return not Run(self._run.path.parent / one.name).alive()
         if one.state == states.FAILED:
@@ -154,8 +159,8 @@ class Loop:
                 sweep = dataclasses.replace(self._sweep, launch={**self._sweep.launch, **more})
                 warnings = start_trial(sweep, runs, name, lambda: self._stop.asked)
             else:
-                by_keeper = one.state != states.FAILED
-                warnings = Resume(runs=str(runs), name=name, by_keeper=by_keeper).start(lambda: self._stop.asked)
+                self._resumes[name] += one.state == states.INTERRUPTED
+                warnings = Resume(runs=str(runs), name=name).start(lambda: self._stop.asked)
         except tmux.Cancelled:
             return
         except Refused as error:

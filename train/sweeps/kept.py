@@ -78,13 +78,17 @@ class Sweep:
     """Maps fields that the user has not set, and that differ from a single run, to their values."""
     files: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """Maps files that each trial reads when it is launched to their digests."""
+    asked: Space | None = None
+    """The space with which the sweep was launched; None: it was not extended."""
     retry: Mapping[str, int] = dataclasses.field(default_factory=dict)
     """Maps failed trials that are to be started again to their number of attempts before."""
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> Sweep:
         """Return the sweep from what `to_json` gave."""
-        return cls(**{**content, "space": Space(**content["space"])})
+        asked = content.get("asked")
+        spaces = {"space": Space(**content["space"]), "asked": Space(**asked) if asked else None}
+        return cls(**{**content, **spaces})
 
     def to_json(self) -> dict[str, Any]:
         """Return the content as JSON has it."""
@@ -98,7 +102,8 @@ class Sweep:
         """Whether another sweep asks for the same trials."""
         volatile = {"command_line", "visible"}
         launches = [{key: value for key, value in one.launch.items() if key not in volatile} for one in (self, other)]
-        return launches[0] == launches[1] and self.space == other.space and self.metric == other.metric
+        same_space = other.space in (self.space, self.asked)
+        return launches[0] == launches[1] and same_space and self.metric == other.metric
 
     def extended(self, space: Space) -> Sweep:
         """Return the sweep with the trials of a larger space. Those that it has keep their names."""
@@ -106,7 +111,8 @@ class Sweep:
         new = [parameters for parameters in space.cells() if parameters not in known]
         stem = next(iter(self.trials)).rpartition("-")[0]
         names = numbered(stem, len(known) + len(new))[len(known) :]
-        return dataclasses.replace(self, space=space, trials={**self.trials, **dict(zip(names, new, strict=True))})
+        trials = {**self.trials, **dict(zip(names, new, strict=True))}
+        return dataclasses.replace(self, space=space, asked=self.asked or self.space, trials=trials)
 
 
 def read(run: Run) -> Sweep:

@@ -57,3 +57,27 @@ def test_a_sweep_killed_whole_makes_each_trial_once(station: Station) -> None:
     kept = json.loads((station.runs / "lr-002" / "environment.json").read_text())["values"]
     assert not {name for name in kept if name.startswith("TORCH_NCCL")}
     assert station.record("lr-002")["trial_of"] == station.record("lr")["sweep"]
+
+
+@pytest.mark.minutes
+@pytest.mark.never_forgiven
+def test_a_sweep_of_six_killed_whole_twice_is_complete_and_each_trial_made_once(station: Station) -> None:
+    words = ("--grid", "optim.lr=1e-3,1e-2,3e-2", "--repeat", "seed=0..1", "--metric", "accuracy", "--at-once", 2)
+    station.ok("sweep", "digits", "--name", "six", *words, "--steps", 60, *SMALL)
+    for trial in ("six-002", "six-004"):
+        station.wait_for_step(trial, 1)
+        kill_all(station)
+        station.ok("resume", "six")
+    record = station.wait_for_end("six")
+    assert (record["state"], record["step"], record["total_steps"], record["reason"]) == ("finished", 6, 6, "")
+    assert len([*station.runs.iterdir()]) == 7
+    found = rows(station, "six")
+    assert [row["n"] for row in found] == [2, 2, 2]
+    assert sorted(name for row in found for name in row["trials"]) == [f"six-{number:03d}" for number in range(1, 7)]
+    for row in found:
+        values = [station.metrics(name)[-1]["eval"]["accuracy"] for name in row["trials"]]
+        assert row["mean"] == pytest.approx(sum(values) / 2)
+        assert row["deviation"] == pytest.approx(abs(values[0] - values[1]) / 2**0.5)
+    assert [row["mean"] for row in found] == sorted((row["mean"] for row in found), reverse=True)
+    digests = {station.record(name)["weights_sha256"] for row in found for name in row["trials"]}
+    assert len(digests) == 6
