@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import dataclasses
 import fnmatch
 import itertools
 import json
@@ -24,7 +23,7 @@ from ..run.run_folder import Run
 from ..sweeps import kept
 from ..sweeps.kept import Metric, Row
 from ..views.listing import BEST, COLUMNS, OWN, listing, value
-from ..views.sweep import as_csv, as_json, compared, table
+from ..views.sweep import as_csv, as_json, compared, of_sweep, table
 from .completion_values import words
 from .options import add_json, add_names, matching
 from .parser import Parser, number
@@ -146,9 +145,7 @@ def _compared(options: Namespace, runs: Path) -> tuple[list[Row], Metric] | None
             raise Refused("--metric is for the table of a sweep, and for --by; give --sort, or the name of a sweep")
         return None
     if sweep is not None and options.by is None:
-        metric = kept.Metric.read(options.metric or sweep.by)
-        sweep = dataclasses.replace(sweep, by=options.metric or sweep.by)
-        return kept.rows(kept.look_at_all(chosen[0], sweep), [*sweep.space.repeat], metric), metric
+        return of_sweep(chosen[0], options.metric or "")
     found = look_at(kept.own_runs(chosen[0]) if sweep is not None else chosen, screen.remark)
     found = [one for one in found if not one.sweep and one.state != states.OTHER_FORMAT]
     aims = (one.config.get("checkpoint.best") for one in found)

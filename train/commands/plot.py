@@ -14,6 +14,7 @@ from .parser import Parser
 EXAMPLES = {
     "train plot demo1 --to demo1.png": "Draw one run.",
     "train plot lr --to lr.png": "Draw all trials of a sweep.",
+    "train plot lr --by optim.lr --to lr.png": "Draw the mean over all other fields.",
     "train plot 'exp-*' --to exp.svg": "Draw several runs together. The legend names the fields that differ.",
 }
 
@@ -21,6 +22,8 @@ EXAMPLES = {
 def add_arguments(parser: Parser) -> None:
     """Add the runs and the file."""
     add_names(parser, "+")
+    text = "Draw the mean and the deviation of runs with equal values of these fields, with commas."
+    parser.add_argument("--by", metavar="FIELDS", help=text)
     add_target(parser, ".png", ".svg", ".pdf")
 
 
@@ -29,7 +32,8 @@ def run(options: Namespace, runs: Path) -> int:
     from ..views.plot import plot
 
     chosen = [one for run in matching(runs, options.names) for one in own_runs(run) or [run]]
-    for run, advice in zip(chosen, plot(chosen, Path(options.to)), strict=True):
+    by = [*map(str.strip, options.by.split(","))] if options.by is not None else []
+    for run, advice in zip(chosen, plot(chosen, Path(options.to), by), strict=True):
         if advice:
             screen.say(f"{run.name}: {advice}")
     screen.say(f"wrote {options.to}")

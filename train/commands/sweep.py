@@ -25,9 +25,7 @@ EXAMPLES = {
     "train sweep digits --name lr --grid optim.lr=1e-3,1e-2 --repeat seed=0..2": (
         "Try two rates with three seeds each: six runs. train ls lr compares them."
     ),
-    "train sweep net.py --name s --search optim.lr=log:1e-5..1e-2 --search batch_size=32,64 --trials 20": (
-        "Draw the values of 20 runs by chance."
-    ),
+    "train sweep net.py --name s --search optim.lr=log:1e-5..1e-2 --trials 20": "Draw the rate of 20 runs by chance.",
     "train sweep --script train.py --name t --grid lr=0.1,0.01 -- --lr {lr}": "Sweep over an argument of a script.",
     "train sweep lr --add optim.lr=3e-3": "Give a sweep more values, also when it has finished.",
 }
@@ -80,6 +78,8 @@ def start(options: Namespace, runs: Path) -> tuple[Path, str]:
     from ..launcher.sweep import check_free
     from ..run import folders
 
+    if options.dry_run:
+        raise Refused("dry_run is for the command line: train sweep … --dry-run")
     if _is_change(options):
         return runs, _change(options, runs)
     sweep, name = _asked(options, runs)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import shlex
 import sys
 from collections import Counter
@@ -13,12 +14,29 @@ from ..errors import Refused, nearest
 from ..format import figure
 from ..monitor.status import RunStatus
 from ..run import states
+from ..run.run_folder import Run
+from ..sweeps import kept
 from ..sweeps.kept import Metric, Row, Trial, rows
 from .listing import value
 from .settings import shown
 
 _HEADS = ("n", "of", "mean", "deviation", "state", "best")
 """Columns of the CSV after the parameters."""
+
+
+def of_sweep(run: Run, metric: str = "") -> tuple[list[Row], Metric]:
+    """Return the rows of a sweep, and by what they are compared.
+
+    Args:
+        metric: Another one than the sweep's; '': the sweep's.
+
+    Raises:
+        Refused: the run is no sweep.
+    """
+    sweep = kept.read(run)
+    sweep = dataclasses.replace(sweep, by=metric or sweep.by)
+    found = Metric.read(sweep.by)
+    return rows(kept.look_at_all(run, sweep), [*sweep.space.repeat], found), found
 
 
 def compared(found: Sequence[RunStatus], fields: Sequence[str], metric: Metric) -> list[Row]:

@@ -151,7 +151,7 @@ def test_three_failures_at_the_start_end_a_sweep(station: Station) -> None:
 def test_an_edited_script_ends_the_sweep_before_a_trial_runs_it(station: Station) -> None:
     path = script(station, "wait")
     sweep(station, "edit", "1,2")
-    eventually("the first trial runs", lambda: (station.runs / "edit-001" / "run.json").exists())
+    eventually("the first trial runs", (station.runs / "edit-001" / "run.json").exists)
     path.write_text(SCRIPT + "\n# edited\n")
     (station.folder / "wait").unlink()
     record = station.wait_for_end("edit")
