@@ -614,8 +614,8 @@ def _values(parameters: Mapping[str, Any] | None) -> list[str]:
         if isinstance(given, str):
             found.append(f"{name}={given}")
             continue
-        given = given.tolist() if hasattr(given, "tolist") else given  # of numpy
-        values = given if isinstance(given, Sequence) else [given]
+        plain = given.tolist() if hasattr(given, "tolist") else given  # of numpy
+        values = plain if isinstance(plain, Sequence) else [plain]
         texts = [one if isinstance(one, str) else "none" if one is None else _toml(one) for one in values]
         if with_comma := next((one for one in values if isinstance(one, str) and "," in one), None):
             raise Refused(f"{name}: {with_comma!r} has a comma; a sweep takes words and numbers, or lists of them")

@@ -17,8 +17,7 @@ from ..monitor.status import RunStatus, here
 from ..run import metrics
 from ..run.durable import check_target, published
 from ..run.run_folder import Run
-from . import settings
-from .listing import value
+from . import listing, settings
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -242,7 +241,7 @@ def picture(runs: list[Run], by: Sequence[str] = ()) -> tuple[Any, list[str]]:
 def _by(found: list[RunStatus], drawn: list[Curves], fields: Sequence[str]) -> list[Curves]:
     """Return the mean of the runs with equal values of these fields. Raises Refused if no run has one of them."""
     groups: dict[tuple[str, ...], list[Curves]] = {}
-    given = [tuple(value(one, field) for field in fields) for one in found]
+    given = [tuple(listing.value(one, field) for field in fields) for one in found]
     for number, field in enumerate(fields):
         if all(values[number] is None for values in given):
             known = {name for one in found for name in one.config}
