@@ -389,7 +389,7 @@ SWEEP = Sweep(
     name=specs.SWEEP, knows_steps=False, default_restarts=None, unseen="running", launches_trials=True,
     lacks=dict.fromkeys(
         ("model", "archive", "fork", "eval", "export", "mirror"),
-        "whose trials are runs of their own; name one of them, as in: train ls NAME",
+        "whose trials are runs of their own; name one of them; to see them: train ls NAME",
     ),
     not_for=dict.fromkeys(
         ("on_restart", "figures", "nproc", "gpus"), "tasks and scripts; the trials of a sweep keep what they have"

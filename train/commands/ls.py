@@ -100,8 +100,8 @@ def run(options: Namespace, runs: Path) -> int:
         chosen = kept.own_runs(chosen[0])
     found = look_at(chosen, screen.remark)
     if not options.names:  # one line per sweep
-        sweeps = {one.sweep for one in found if one.sweep}
-        found = [one for one in found if one.trial_of not in sweeps]
+        sweeps = {one.sweep: kept.find(one.run) for one in found if one.sweep}
+        found = [one for one in found if (sweep := sweeps.get(one.trial_of)) is None or one.name not in sweep.trials]
     found += [RunStatus(Run(runs / name), record) for name, record in launching.items()]
     is_part = bool(options.names or found)
     columns = tuple(map(str.strip, options.columns.split(","))) if options.columns is not None else COLUMNS

@@ -35,7 +35,7 @@ def run(options: Namespace, runs: Path) -> int:
         if any(fnmatch.fnmatchcase(name, given) for given in options.names):
             raise tmux.being_checked(name)
     named = {run.name: run for run in matching(runs, options.names)}
-    found = [*({trial.name: trial for run in named.values() for trial in own_runs(run)} | named).values()]
+    found = [*(named | {trial.name: trial for run in named.values() for trial in own_runs(run)}).values()]
     every = [*found, *(other for run in found for other in jobs.other_nodes(run))]
     with contextlib.ExitStack() as held:
         for run in found:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from .. import signals
+from ..build import cores
 from ..code import changes
 from ..errors import Refused
 from ..gpus import VISIBLE
@@ -84,8 +85,10 @@ def prepare(sweep: Sweep, runs: Path, *, made: Callable[[dict[str, Any]], Launch
             defaults["cpu_threads"] = str(max(1, plan.config.cpu_threads // at_once))
     record = {name: plan.record[name] for name in _OF_CODE if name in plan.record}
     files: dict[str, str | bytes] = {"task.py": plan.files["task.py"]} if "task.py" in plan.files else {}
+    threads = 0 if is_task or at_once == 1 else cores.per_rank(at_once * plan.ranks)
+    files_read = _read_by(record, sweep.launch)
     kept_as = dataclasses.replace(
-        sweep, by=metric, defaults=defaults, at_once=at_once, files=_read_by(record, sweep.launch)
+        sweep, by=metric, defaults=defaults, at_once=at_once, threads=threads, files=files_read
     )
     if not is_task:
         record["script_arguments"] = sweep.launch["arguments"]

@@ -52,6 +52,8 @@ def main() -> None:
     environ, _ = environment.resumed(environment.read(run.folder), os.environ, as_recorded=True)
     os.environ.clear()
     os.environ.update({name: value for name, value in environ.items() if name not in _OF_RANK})
+    if threads := kept.read(run).threads:
+        os.environ.setdefault("OMP_NUM_THREADS", str(threads))
     sys.exit(Loop(run, attempt, stop).keep())
 
 

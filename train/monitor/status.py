@@ -418,4 +418,5 @@ def next_command(record: Record) -> str:
         states.FAILED: f"look: train logs {name}; try again: {resume}{new_code}",
         states.FINISHED: f"weights: train export {name} --to {name}.safetensors; train more: {more}" if more else "",
     }
-    return commands.get(record["state"], "")
+    compare = f"compare its trials: train ls {name}" if program.launches_trials else ""
+    return "; ".join(filter(None, [commands.get(record["state"], ""), compare]))

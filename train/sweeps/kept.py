@@ -78,6 +78,8 @@ class Sweep:
     """Maps fields that the user has not set, and that differ from a single run, to their values."""
     files: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """Maps files that each trial reads when it is launched to their digests."""
+    threads: int = 0
+    """OMP_NUM_THREADS of the trials of a script that leaves it open; 0: not set."""
     asked: Space | None = None
     """The space with which the sweep was launched; None: it was not extended."""
     retry: Mapping[str, int] = dataclasses.field(default_factory=dict)

@@ -105,6 +105,8 @@ def test_a_failed_trial_is_started_again_and_a_sweep_gets_more_values(station: S
     other = sweep(station, "fit", "2,4")
     assert other.returncode == 2 and "another space" in other.stderr
     assert station.ok("ls", "--columns", "name,step", "--csv").stdout.splitlines()[1:] == ["fit,3"]
+    inner = station("sweep", "digits", "--grid", "seed=1", env={"TRAIN_RUN_DIR": str(station.runs / "fit-001")})
+    assert inner.returncode == 2 and "fit-001 is a trial of a sweep and cannot start a sweep" in inner.stderr
     refused = station.here("mv", "fit-001", "other")
     assert refused.returncode == 2 and "is a trial of a sweep" in refused.stderr
     station.ok("rm", "fit")
