@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -161,8 +161,8 @@ def change(run: Run, edit: Callable[[Sweep], Sweep], record_too: Callable[[Recor
     return made[0]
 
 
-def check_free(runs: Path, names: Mapping[str, Parameters]) -> None:
-    """Check that no run has the name of a trial. Raises Refused."""
+def check_free(runs: Path, names: Iterable[str]) -> None:
+    """Check that no run has one of these names. Raises Refused."""
     for name in names:
         folders.check_free(runs, name)
 

@@ -91,7 +91,7 @@ class Loop:
         while not self._stop.asked:
             trials = self._look()
             self._note(trials)
-            failed = [one for one in trials if one.state == states.FAILED]
+            failed = [one for one in trials if one.has_failed]
             self._before = {one.name for one in failed} if self._before is None else self._before
             new = [one for one in failed if one.name not in self._before]
             if len(new) >= _FIRST and not any(one.state == states.FINISHED for one in trials):
@@ -124,7 +124,7 @@ class Loop:
         if stamp != self._stamp:
             self._stamp, self._sweep = stamp, kept.read(self._run)
             self._ended.clear()
-        refused = dict[str, Any](self._run.read()).get(kept.NOT_STARTED) or {}
+        refused = self._run.read().get(kept.NOT_STARTED) or {}
         trials = []
         for name in self._sweep.trials:
             one = self._ended.get(name) or kept.look(self._run.path.parent, name, self._sweep, refused=refused)
@@ -202,7 +202,7 @@ class Loop:
             self._noted = now
 
     def _conclude(self, trials: Sequence[Trial]) -> int:
-        failed = [one for one in trials if one.state == states.FAILED]
+        failed = [one for one in trials if one.has_failed]
         others = [one for one in trials if one.state not in (states.FAILED, states.FINISHED)]
         parts = [
             f"{len(found)} of {len(trials)} trials {verb} ({', '.join(one.name for one in found[:3])}"

@@ -100,6 +100,8 @@ class Record(TypedDict):
     """The id of the sweep of which the run is a trial."""
     sweep: NotRequired[str]
     """The id of a sweep, in the run that launches its trials."""
+    sweep_read: NotRequired[int]
+    """What differs with the content of sweep.json, of that which the loop of a sweep has read."""
     refused_trials: NotRequired[dict[str, str]]
     """Maps trials of a sweep that could not be started to the reason."""
     init: NotRequired[list[str]]

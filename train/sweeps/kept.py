@@ -11,7 +11,7 @@ import json
 import statistics
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from ..errors import Refused
 from ..run import best, durable, states
@@ -20,11 +20,11 @@ from ..run.run_folder import Run
 from .space import Parameters, Space, numbered
 
 FILE = "sweep.json"
-OF = "trial_of"
+OF: Literal["trial_of"] = "trial_of"
 """Field of run.json of a trial: the id of its sweep."""
-NOT_STARTED = "refused_trials"
+NOT_STARTED: Literal["refused_trials"] = "refused_trials"
 """Field of run.json of a sweep: maps trials that could not be started to the reason."""
-READ = "sweep_read"
+READ: Literal["sweep_read"] = "sweep_read"
 """Field of run.json of a sweep: `stamp` of the file that its loop has read."""
 WAITING = "waiting"
 """The state of a trial that was not launched yet."""
@@ -153,6 +153,10 @@ class Trial:
     """Of the metric; None until it has finished."""
 
     @property
+    def has_failed(self) -> bool:
+        return self.state == states.FAILED
+
+    @property
     def is_live(self) -> bool:
         return self.state in (states.CREATED, states.RUNNING, states.QUEUED)
 
@@ -183,7 +187,7 @@ def look(runs: Path, name: str, sweep: Sweep, *, refused: Mapping[str, str]) -> 
 
 def look_at_all(run: Run, sweep: Sweep) -> list[Trial]:
     """Return how all trials of a sweep stand, given its run."""
-    refused = dict[str, Any](run.read()).get(NOT_STARTED) or {}
+    refused = run.read().get(NOT_STARTED) or {}
     return [look(run.path.parent, name, sweep, refused=refused) for name in sweep.trials]
 
 
