@@ -139,7 +139,7 @@ def _compared(options: Namespace, runs: Path) -> tuple[list[Row], Metric] | None
     chosen = matching(runs, options.names or ["*"], must=False) if options.by is not None else []
     if options.by is None and _is_sweep(options, runs):
         chosen = matching(runs, options.names)
-    sweep = kept.find(chosen[0]) if len(chosen) == 1 else None
+    sweep = kept.read(chosen[0]) if _is_sweep(options, runs) and chosen else None
     if options.by is None and (sweep is None or is_list):
         if options.metric is not None:
             raise Refused("--metric is for the table of a sweep, and for --by; give --sort, or the name of a sweep")

@@ -32,6 +32,11 @@ EXAMPLES = {
     "train sweep --script train.py --name t --grid lr=0.1,0.01 -- --lr {lr}": "Sweep over an argument of a script.",
     "train sweep lr --add optim.lr=3e-3": "Give a sweep more values, also when it has finished.",
 }
+_OF_NEW = (
+    "grid", "search", "repeat", "search_seed", "metric", "name", "config", "nproc", "gpus", "max_restarts", "keep_env",
+    "script", "module", "on_restart", "figures",
+)  # fmt: skip
+"""Options of a new sweep, which one that exists cannot change."""
 _PATIENCE = 30.0
 """Seconds a running sweep gets to read its new trials."""
 
@@ -175,10 +180,11 @@ def _check_values(launch: Any, cells: Iterable[Parameters]) -> None:
 
 def _change(options: Namespace, runs: Path) -> tuple[Run, Callable[[Sweep], Sweep]]:
     """Return the sweep that gets more trials, or whose failed trials start again, and its change."""
-    if options.task is None or options.grid or options.repeat or options.flags:
+    others = {name: getattr(options, name) for name in _OF_NEW} | options.flags
+    if options.task is None or any(others.values()):
         what = "--add" if options.add else "--retry-failed" if options.retry_failed else "--trials"
-        way = f"give its name: train sweep NAME {what}"
-        raise Refused(f"{what} is for a sweep that exists, which keeps its fields; {way}")
+        given = next((f"; leave out --{name.replace('_', '-')}" for name, value in others.items() if value), "")
+        raise Refused(f"{what} is for a sweep that exists and keeps its fields: train sweep NAME {what}{given}")
     run, draws = folders.find_trusted(runs, options.task).by_path(), number("trials", options.trials, 1)
     before = kept.read(run)
     failed = {}

@@ -120,8 +120,12 @@ class Sweep:
 def read(run: Run) -> Sweep:
     """Read sweep.json. Raises Refused if it is missing or damaged."""
     try:
-        return Sweep.from_json(json.loads(durable.read_bytes(run.folder / FILE)))
-    except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
+        made = Sweep.from_json(json.loads(durable.read_bytes(run.folder / FILE)))
+        mappings = made.trials, made.space.repeat, made.launch, *made.trials.values()
+        if not all(type(one) is dict for one in mappings) or any("/" in name for name in made.trials):
+            raise ValueError("not as this program writes it")
+        return made
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise Refused(f"{run.path / FILE} cannot be read ({error}); remove the sweep: train rm {run.name}") from None
 
 

@@ -52,7 +52,7 @@ def states(station: Station, name: str) -> dict[str, str]:
         (("--grid", "seed=1,2", "--metric", "max:"), "give the name of a metric"),
         (("--grid", "seed=1,2", "--at-once", "0"), "at least 1"),
         (("--grid", "seed=1,2", "--add", "seed=3"), "--add is for a sweep that exists"),
-        (("--retry-failed",), "there is no run digits"),
+        (("--retry-failed",), "leave out --name"),
         (("--grid", "seed=1,2", "--name", "n" * 62), "not a legal run name"),
         (("--grid", "seed=1,2", "--nnodes", "2"), "unknown flag --nnodes"),
         ((), "the sweep has no trials"),
@@ -105,10 +105,22 @@ def test_a_failed_trial_is_started_again_and_a_sweep_gets_more_values(station: S
     other = sweep(station, "fit", "2,4")
     assert other.returncode == 2 and "another space" in other.stderr
     assert station.ok("ls", "--columns", "name,step", "--csv").stdout.splitlines()[1:] == ["fit,3"]
+    other = station.here("sweep", "fit", "--add", "x=9", "--metric", "loss")
+    assert other.returncode == 2 and "leave out --metric" in other.stderr
     inner = station("sweep", "digits", "--grid", "seed=1", env={"TRAIN_RUN_DIR": str(station.runs / "fit-001")})
     assert inner.returncode == 2 and "fit-001 is a trial of a sweep and cannot start a sweep" in inner.stderr
     refused = station.here("mv", "fit-001", "other")
     assert refused.returncode == 2 and "is a trial of a sweep" in refused.stderr
+    for text in ('{"trials": 3}', '{"trials": {"../../x": {}}}', "[]"):
+        damaged = station.runs / "damaged"
+        damaged.mkdir(exist_ok=True)
+        (damaged / "run.json").write_text((station.runs / "fit" / "run.json").read_text())
+        content = json.loads((station.runs / "fit" / "sweep.json").read_text())
+        (damaged / "sweep.json").write_text(json.dumps(content | json.loads(text)) if text != "[]" else text)
+        refused = station("ls", "damaged")
+        assert refused.returncode == 2 and "remove the sweep: train rm damaged" in refused.stderr, refused.stderr
+        assert station.ok("ls").returncode == 0
+    station.ok("rm", "damaged")
     station.ok("rm", "fit")
     assert not [*station.runs.iterdir()]
 
