@@ -338,7 +338,7 @@ class Sweep(Script):
     ) -> Ranks:
         from .scripts.ranks import LoopRanks
 
-        return LoopRanks(run, lock, count, zygote)
+        return LoopRanks(run, lock=lock, count=count, zygote=zygote)
 
     def health(self, run: Run, spec: Spec, *, attempt: int, ranks: Iterable[int], kill: Kill) -> Health:
         from .scripts.health import LoopHealth

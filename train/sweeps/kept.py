@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-import statistics
+import math
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -217,12 +217,15 @@ class Row(NamedTuple):
 
     @property
     def mean(self) -> float | None:
-        return statistics.fmean(self.values) if self.values else None
+        return math.fsum(self.values) / len(self.values) if self.values else None
 
     @property
     def deviation(self) -> float | None:
         """The standard deviation of a sample; None: there are fewer than two values."""
-        return statistics.stdev(self.values) if len(self.values) > 1 else None
+        values, mean = self.values, self.mean
+        if mean is None or len(values) < 2:
+            return None
+        return math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (len(values) - 1))
 
     def best(self, metric: Metric) -> Trial | None:
         """Return the best trial."""

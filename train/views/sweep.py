@@ -50,7 +50,8 @@ def compared(found: Sequence[RunStatus], fields: Sequence[str], metric: Metric) 
         values = {name: value(one, name) for name in fields}
         measured = metric.of(one.run, one.record) if one.state == states.FINISHED else None
         parameters = {name: shown(given) for name, given in values.items()}
-        trials.append(Trial(one.name, parameters, one.state, one.reason, one.record, measured))
+        made = {"reason": one.reason, "record": one.record, "value": measured}
+        trials.append(Trial(one.name, parameters, one.state, **made))
     for name in fields:
         if found and all(one.parameters[name] == "none" for one in trials):
             known = {field for one in found for field in one.config}
