@@ -22,7 +22,6 @@ from ..run import environment, folders, provenance, states
 from ..run.record import Record
 from ..run.run_folder import Lock, Run
 from ..signals import KEEPER, USER
-from ..sweeps.kept import Sweep
 from . import mirrored
 from .request import ALONE, Launch, OpenedRun, Plan, Request, numbers_of, set_by_user
 
@@ -143,6 +142,7 @@ class NewSweep(_New):
     sweep: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     def check(self) -> Plan:
+        from ..sweeps.kept import Sweep
         from .sweep import prepare
 
         return prepare(Sweep.from_json(self.sweep), Path(self.runs), made=from_json)

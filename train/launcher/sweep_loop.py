@@ -172,7 +172,7 @@ class Loop:
                 screen.say(f"{name} cannot be started: {reason}")
                 self._run.update(lambda record: _refuse(record, name, reason))
                 if one.state != WAITING:
-                    self._ended[name] = Trial(name, one.parameters, states.FAILED, reason)
+                    self._ended[name] = Trial(name, one.parameters, states.FAILED, reason=reason)
             time.sleep(_LOOK_EVERY)
             return
         self._refusals.pop(name, None)

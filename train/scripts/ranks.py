@@ -121,6 +121,9 @@ class ScriptRanks(Ranks):
 class LoopRanks(Ranks):
     """The one rank of a sweep: our loop (launcher/sweep_loop.py) as a process of its own, without torch."""
 
+    def __init__(self, run: Run, *, lock: Lock, count: int, zygote: Zygote) -> None:
+        super().__init__(run, lock, count, zygote)
+
     def _start(self, spec: Spec, attempt: int) -> None:
         command = module_runner.command("train.launcher.sweep_loop", str(self.run.path))[1:]
         for rank_env in self.rank_envs:

@@ -150,6 +150,7 @@ class Trial:
     parameters: Parameters
     state: str
     """WAITING, or the effective state of its run; failed if it could not be started."""
+    _: dataclasses.KW_ONLY
     reason: str = ""
     record: Record | None = None
     """run.json with the effective state; None: it was not launched."""
@@ -175,18 +176,17 @@ def look(runs: Path, name: str, sweep: Sweep, *, refused: Mapping[str, str]) -> 
     run, parameters = Run(runs / name), sweep.trials[name]
     if not (run.folder / "run.json").exists():
         if name in refused:
-            return Trial(name, parameters, states.FAILED, refused[name])
+            return Trial(name, parameters, states.FAILED, reason=refused[name])
         return Trial(name, parameters, WAITING)
     try:
         record = run.read_effective()
     except Refused as error:
-        return Trial(name, parameters, states.FAILED, str(error))
+        return Trial(name, parameters, states.FAILED, reason=str(error))
     if record.get(OF) != sweep.id:
-        return Trial(
-            name, parameters, states.FAILED, f"another run has the name {name}; rename it: train mv {name} NEW"
-        )
+        why = f"another run has the name {name}; rename it: train mv {name} NEW"
+        return Trial(name, parameters, states.FAILED, reason=why)
     value = Metric.read(sweep.by).of(run, record) if record["state"] == states.FINISHED else None
-    return Trial(name, parameters, record["state"], record.get("reason") or "", record, value)
+    return Trial(name, parameters, record["state"], reason=record.get("reason") or "", record=record, value=value)
 
 
 def look_at_all(run: Run, sweep: Sweep) -> list[Trial]:

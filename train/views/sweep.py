@@ -50,8 +50,7 @@ def compared(found: Sequence[RunStatus], fields: Sequence[str], metric: Metric) 
         values = {name: value(one, name) for name in fields}
         measured = metric.of(one.run, one.record) if one.state == states.FINISHED else None
         parameters = {name: shown(given) for name, given in values.items()}
-        made = {"reason": one.reason, "record": one.record, "value": measured}
-        trials.append(Trial(one.name, parameters, one.state, **made))
+        trials.append(Trial(one.name, parameters, one.state, reason=one.reason, record=one.record, value=measured))
     for name in fields:
         if found and all(one.parameters[name] == "none" for one in trials):
             known = {field for one in found for field in one.config}
