@@ -354,6 +354,9 @@ class Sweep(Script):
     def on_restart(self, spec: Spec) -> str:
         return ""
 
+    def new_code(self, spec: Spec, name: str) -> str:
+        return ""
+
 
 TASK = Task(
     name=specs.TASK, knows_steps=True, default_restarts=specs.MAX_RESTARTS, has_fields=True, shows_log=False,
