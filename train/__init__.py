@@ -16,7 +16,7 @@ _FOR_TASKS = {
     "gather": ".parallel.gather", "progress": ".data.progress", "shards": ".data.shards",
     "session": ".sessions.session",
 }  # fmt: skip
-_FOR_PYTHON = ("launch", "find", "runs", "plot", "prove", "Run", "Refused")
+_FOR_PYTHON = ("launch", "find", "runs", "plot", "prove", "sweep", "Run", "Sweep", "Refused")
 """Names of api.py. They are always this package's own, so that `Refused` is what `launch` raises."""
 
 

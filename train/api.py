@@ -2,6 +2,7 @@
 
     run = trainstation.launch("digits", name="first", nproc=2, epochs=5, optim={"lr": 0.1})
     run.wait()
+    trainstation.sweep("digits", name="lr", grid={"optim.lr": [0.01, 0.1]}, repeat=3)
 
 A call is written as a command line and read by the parser of that command. So Python knows every flag, and refuses what
 the command line refuses, in the same words. Imports no torch until a model is asked for.
@@ -28,13 +29,15 @@ from .errors import Refused, nearest
 from .monitor.status import RunStatus, find_best, here, look, look_at
 from .run import best, folders, metrics, run_folder
 from .run.owner import TrustedRun
+from .sweeps import kept
+from .views import sweep as comparison
 
 if TYPE_CHECKING:
     import pandas
     from matplotlib.figure import Figure
     from torch import Tensor, nn
 
-__all__ = ["Refused", "Run", "find", "launch", "plot", "prove", "runs"]
+__all__ = ["Refused", "Run", "Sweep", "find", "launch", "plot", "prove", "runs", "sweep"]
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -79,6 +82,33 @@ def launch(
     asked = _of_program("launch", task, {"script": script, "runs": runs, **options}, arguments)
     folder, name = cli.carry_out("launch", asked, "start")
     return Run(folder, name)
+
+
+@_refusing
+def sweep(
+    task: str | Path | types.ModuleType | None = None, /, *, grid: Mapping[str, Any] | None = None,
+    search: Mapping[str, Any] | None = None, repeat: Mapping[str, Any] | int | None = None,
+    script: str | Path | None = None, arguments: str | Sequence[object] = (), runs: str | Path | None = None,
+    **options: Any,
+) -> Sweep:  # fmt: skip
+    """Start a sweep in the background and return it: a run for each combination of values. It outlives this process.
+
+    Args:
+        task, script, arguments, runs: As in `launch`. `{lr}` in the arguments of a script is the value of lr.
+        grid: Maps parameters to lists of values: {"optim.lr": [1e-4, 1e-3]}.
+        search: Maps parameters to what their values are drawn from: {"optim.lr": "log:1e-5..1e-2"}. Needs trials=20.
+        repeat: As grid: the table takes the mean over these. A number N: N seeds.
+        options: Flags of `train sweep`: name="lr", at_once=2, metric="max:accuracy", and those of a launch.
+
+    Raises:
+        Refused: the request is wrong; nothing was created.
+    """
+    repeat = {"seed": range(repeat)} if isinstance(repeat, int) else repeat
+    parts = {"grid": grid, "search": search, "repeat": repeat}
+    spaces = {option: _values(part) for option, part in parts.items() if part}
+    asked = _of_program("sweep", task, {"script": script, "runs": runs, **spaces, **options}, arguments)
+    folder, name = cli.carry_out("sweep", asked, "start")
+    return Sweep(folder, name)
 
 
 @_refusing
@@ -404,6 +434,89 @@ class Run:
         return wanted.step, wanted.weights(weights, screen.remark, run.name)
 
 
+@dataclasses.dataclass(frozen=True)
+class Sweep:
+    """A sweep, as `sweep` returns it. Sweep(folder, name) is one that exists."""
+
+    runs: Path
+    """The folder of the runs."""
+    name: str
+
+    @property
+    def run(self) -> Run:
+        """The run that launches the trials: its state, its log."""
+        return Run(self.runs, self.name)
+
+    @property
+    def state(self) -> str:
+        """As of a run: finished when all trials have ended."""
+        return self.run.state
+
+    @property
+    @_refusing
+    def trials(self) -> list[Run]:
+        """The runs of the trials that were launched, in their order."""
+        return [Run(self.runs, one.name) for one in kept.own_runs(self.run._run())]
+
+    @property
+    @_refusing
+    def rows(self) -> list[dict[str, Any]]:
+        """The rows of the table, the best first: parameters, n, mean, deviation, best, trials."""
+        return comparison.as_json(*comparison.of_sweep(self.run._run()))
+
+    @property
+    def best(self) -> Run | None:
+        """The best trial of the parameters with the best mean, among those that have finished; None: none has."""
+        name = next((row["best"] for row in self.rows), None)
+        return Run(self.runs, name) if name else None
+
+    @_refusing
+    def table(self, metric: str = "") -> str:
+        """Return the table, as `train ls NAME` prints it.
+
+        Args:
+            metric: Another metric than the sweep's.
+        """
+        return _Text(comparison.table(*comparison.of_sweep(self.run._run(), metric)))
+
+    def wait(self, timeout: float = math.inf) -> str:
+        """Wait until all trials have ended. Return the state of the sweep. See `Run.wait`."""
+        return self.run.wait(timeout)
+
+    @_refusing
+    def stop(self, now: bool = False) -> Sweep:
+        """Save and stop the sweep and its trials. See `Run.stop`."""
+        self.run.stop(now)
+        return self
+
+    @_refusing
+    def resume(self) -> Sweep:
+        """Continue the sweep and the trials that it has stopped."""
+        self.run.resume()
+        return self
+
+    @_refusing
+    def add(self, values: Mapping[str, Any] | None = None, /, *, trials: int | None = None) -> Sweep:
+        """Give the sweep more trials, also when it has finished.
+
+        Args:
+            values: More values of its parameters: {"optim.lr": [3e-3]}.
+            trials: Of a search: its new number of draws.
+        """
+        cli.carry_out(
+            "sweep",
+            _options("sweep", [self.name], {"runs": self.runs, "add": _values(values), "trials": trials}),
+            "start",
+        )
+        return self
+
+    @_refusing
+    def retry_failed(self) -> Sweep:
+        """Start the failed trials again."""
+        cli.carry_out("sweep", _options("sweep", [self.name], {"runs": self.runs, "retry_failed": True}), "start")
+        return self
+
+
 class Interrupted(KeyboardInterrupt):
     """The waiting was interrupted. The run continues."""
 
@@ -492,6 +605,22 @@ def _split(text: str) -> list[str]:
         return shlex.split(text)
     except ValueError:
         raise Refused(f"arguments={text!r}: a quote is not closed; close it, or give a list of words") from None
+
+
+def _values(parameters: Mapping[str, Any] | None) -> list[str]:
+    """Return parameters with their values as the command line takes them: NAME=A,B."""
+    found = []
+    for name, given in (parameters or {}).items():
+        if isinstance(given, str):
+            found.append(f"{name}={given}")
+            continue
+        plain = given.tolist() if hasattr(given, "tolist") else given  # of numpy
+        values = plain if isinstance(plain, Sequence) else [plain]
+        texts = [one if isinstance(one, str) else "none" if one is None else _toml(one) for one in values]
+        if with_comma := next((one for one in values if isinstance(one, str) and "," in one), None):
+            raise Refused(f"{name}: {with_comma!r} has a comma; a sweep takes words and numbers, or lists of them")
+        found.append(f"{name}={','.join(texts)}")
+    return found
 
 
 def _flat(options: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:

@@ -25,7 +25,7 @@ _DETACHED = ("launch", "resume")
 """Commands that start an agent in tmux (train/launcher/agent.py)."""
 _OF_SCRIPTS = ("--script", "--module")
 """Options of programs whose ranks import torch themselves."""
-_STARTING = (*_COMPUTING, *_DETACHED, "prove", "run", "submit")
+_STARTING = (*_COMPUTING, *_DETACHED, "prove", "run", "submit", "sweep")
 """Commands that start processes in the current folder. Libraries of torch crash if that folder is gone."""
 _LOOKING = ("ls", "show", "top", "gpus", "queue", "exporter", "logs", "attach", "report", "plot", "doctor", "wait")
 """Commands that neither execute nor change anything of a run."""

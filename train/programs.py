@@ -54,6 +54,8 @@ class Program(abc.ABC):
     """Default of --max-restarts for a new run; None: `restarts` decides when a rank dies."""
     has_fields: bool = False
     """Whether its flags are config fields. Otherwise its own arguments follow after --."""
+    launches_trials: bool = False
+    """Whether its rank launches other runs, its trials."""
     shows_log: bool = True
     """Whether a terminal that follows the run shows the log of a rank, and not a progress bar."""
     unseen: str = "starting"
@@ -325,6 +327,37 @@ class Script(Program):
         return f"the script ended by itself on SIGTERM, with {how}"
 
 
+class Sweep(Script):
+    """A sweep: our loop as a script. Its trials are runs of their own."""
+
+    def imports(self) -> tuple[Sequence[str], str]:
+        return (), ""
+
+    def ranks(
+        self, run: Run, *, spec: Spec, lock: Lock, count: int, zygote: Zygote, nodes: Peers | None, say: Say
+    ) -> Ranks:
+        from .scripts.ranks import LoopRanks
+
+        return LoopRanks(run, lock=lock, count=count, zygote=zygote)
+
+    def health(self, run: Run, spec: Spec, *, attempt: int, ranks: Iterable[int], kill: Kill) -> Health:
+        from .scripts.health import LoopHealth
+
+        return LoopHealth(run.logs(attempt), kill)
+
+    def how_stopped(self, exits: Mapping[int, int]) -> str:
+        return ""
+
+    def get_figures(self, name: str) -> str:
+        return f"see: train ls {name}"
+
+    def on_restart(self, spec: Spec) -> str:
+        return ""
+
+    def new_code(self, spec: Spec, name: str) -> str:
+        return ""
+
+
 TASK = Task(
     name=specs.TASK, knows_steps=True, default_restarts=specs.MAX_RESTARTS, has_fields=True, shows_log=False,
     not_for={
@@ -355,7 +388,17 @@ SESSION = dataclasses.replace(
         "model": "whose model only its own code can build; take its weights: run.state_dict('model')",
     },
 )  # fmt: skip
-PROGRAMS: Mapping[str, Program] = {specs.TASK: TASK, specs.SCRIPT: SCRIPT, specs.SESSION: SESSION}
+SWEEP = Sweep(
+    name=specs.SWEEP, knows_steps=False, default_restarts=None, unseen="running", launches_trials=True,
+    lacks=dict.fromkeys(
+        ("model", "archive", "fork", "eval", "export", "mirror"),
+        "whose trials are runs of their own; name one of them; to see them: train ls NAME",
+    ),
+    not_for=dict.fromkeys(
+        ("on_restart", "figures", "nproc", "gpus"), "tasks and scripts; the trials of a sweep keep what they have"
+    ),
+)  # fmt: skip
+PROGRAMS: Mapping[str, Program] = {specs.TASK: TASK, specs.SCRIPT: SCRIPT, specs.SESSION: SESSION, specs.SWEEP: SWEEP}
 
 
 def of(spec: Spec) -> Program:

@@ -156,7 +156,7 @@ class Station:
         # a keeper that lives here has nothing to do with tests
         own = {"PYTHONPATH": path, "TRAIN_STATE": os.environ["TRAIN_STATE"], "TRAIN_WARM": "off"}
         own |= {"TRAIN_LEASES": str(self.leases), **self.more}
-        warm = forks.held_warm(outer | own) if command in ("fork", "keeper", "launch", "resume", "run") else {}
+        warm = forks.held_warm(outer | own) if command in ("fork", "keeper", "launch", "resume", "run", "sweep") else {}
         return outer | own | warm
 
     def run(self, name: str) -> Run:

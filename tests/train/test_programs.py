@@ -116,3 +116,16 @@ def test_another_program_needs_a_row_and_a_class(tmp_path: Path, monkeypatch: py
     assert "interrupted 1 time in a row" in resumable.why_given_up(record, count)
     with pytest.raises(Refused, match="a runs a sweep, which has no weights"):
         programs.of_record(record).check_can("eval", run.name)
+
+
+def test_a_sweep_continues_and_keeps_its_options() -> None:
+    it = spec_with(sweep="3f", on_restart=[], task="task.py", task_source="/home/ada/net.py")
+    program = programs.of(it)
+    assert program is programs.SWEEP and program.launches_trials
+    assert (program.restarts(it), program.keeper_tries(it), program.continues(it)) == (3, 3, True)
+    assert program.after_stop(it, "lr") == "continue with: train resume lr"
+    assert (program.on_restart(it), program.new_code(it, "lr"), program.source(it)) == ("", "", "/home/ada/net.py")
+    with pytest.raises(Refused, match="lr runs a sweep, whose trials are runs of their own"):
+        program.check_can("fork", "lr")
+    with pytest.raises(Refused, match="--nproc is for tasks and scripts"):
+        program.check_options({"nproc": "2"})

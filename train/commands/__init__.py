@@ -10,6 +10,7 @@ GROUPS = {
         "run": "train in this terminal; under torchrun: act as one of its ranks",
         "submit": "hand a run to a cluster: Slurm or Kubernetes",
         "fork": "start a new run from a checkpoint of another run",
+        "sweep": "launch a run for each combination of values, and compare them",
     },
     "watch runs": {
         "ls": "list runs, their state and results",

@@ -20,7 +20,10 @@ from ..monitor.status import RunStatus, find_best, look_at
 from ..run import best, states
 from ..run.record import FORMAT, Record
 from ..run.run_folder import Run
+from ..sweeps import kept
+from ..sweeps.kept import Metric, Row
 from ..views.listing import BEST, COLUMNS, OWN, listing, value
+from ..views.sweep import as_csv, as_json, compared, of_sweep, table
 from .completion_values import words
 from .options import add_json, add_names, matching
 from .parser import Parser, number
@@ -33,6 +36,8 @@ EXAMPLES = {
     "train ls": "List all runs, the oldest first.",
     "train ls 'exp-*' --state running,interrupted": "List the runs of these names that are in one of two states.",
     "train ls --columns name,size --sort size": "Find the runs that take most of the disk.",
+    "train ls lr": "Compare the trials of the sweep lr. Without names, train ls shows a sweep as one line.",
+    "train ls 'x*' --by optim.lr": "Mean and deviation of the loss over runs with the same rate.",
     "train ls --columns name,optim.lr,accuracy --sort accuracy -n 5": (
         "Compare the five best runs: a config field beside a metric."
     ),
@@ -74,6 +79,10 @@ def add_arguments(parser: Parser) -> None:
     add("--reverse", action="store_true", help="Reverse the order.")
     text = "Show at most N runs: the newest ones, or with --sort the first ones."
     add("-n", "--limit", metavar="N", help=text)
+    text = "Compare runs with equal values of these fields, with commas: number, mean and deviation of a metric."
+    add("--by", metavar="FIELDS", help=text)
+    text = "The metric of --by and of the table of a sweep: accuracy, min:wer, last:accuracy. Default: theirs."
+    add("--metric", metavar="NAME", help=text)
     add("--csv", action="store_true", help="Print comma-separated values.")
     add_json(parser)
 
@@ -83,9 +92,18 @@ def run(options: Namespace, runs: Path) -> int:
     if options.json and (options.csv or options.columns is not None):
         raise Refused("--json prints everything about a run; leave out --csv and --columns")
     limit = number("limit", options.limit, 1)
+    if (comparison := _compared(options, runs)) is not None:
+        _print_compared(options, *comparison)
+        return EXIT_FINISHED
     launching = _launching(runs, options.names or ["*"])
     names = [name for name in options.names if name not in launching] if options.names else ["*"]
-    found = look_at(matching(runs, names, must=False), screen.remark)
+    chosen = matching(runs, names, must=False)
+    if _is_sweep(options, runs):
+        chosen = kept.own_runs(chosen[0])
+    found = look_at(chosen, screen.remark)
+    if not options.names:  # one line per sweep
+        sweeps = {one.sweep: kept.find(one.run) for one in found if one.sweep}
+        found = [one for one in found if (sweep := sweeps.get(one.trial_of)) is None or one.name not in sweep.trials]
     found += [RunStatus(Run(runs / name), record) for name, record in launching.items()]
     is_part = bool(options.names or found)
     columns = tuple(map(str.strip, options.columns.split(","))) if options.columns is not None else COLUMNS
@@ -107,6 +125,43 @@ def run(options: Namespace, runs: Path) -> int:
     else:
         print(listing(found, runs=runs, is_part=is_part, columns=columns))
     return EXIT_FINISHED
+
+
+def _is_sweep(options: Namespace, runs: Path) -> bool:
+    """Whether the only name is that of a sweep."""
+    return len(options.names) == 1 and (runs / options.names[0] / kept.FILE).exists()
+
+
+def _compared(options: Namespace, runs: Path) -> tuple[list[Row], Metric] | None:
+    """Return the rows of a sweep, or of runs that are compared --by fields, and by what; None: runs are listed."""
+    lists = [options.columns, options.state, options.limit, None if options.sort == "created" else options.sort]
+    is_list = options.reverse or any(one is not None for one in lists)
+    if is_list and (options.by is not None or options.metric is not None):
+        raise Refused("--by and --metric compare runs; leave out --columns, --sort, --reverse, --state and --limit")
+    chosen = matching(runs, options.names or ["*"], must=False) if options.by is not None else []
+    if options.by is None and _is_sweep(options, runs):
+        chosen = matching(runs, options.names)
+    sweep = kept.read(chosen[0]) if _is_sweep(options, runs) and chosen else None
+    if options.by is None and (sweep is None or is_list):
+        if options.metric is not None:
+            raise Refused("--metric is for the table of a sweep, and for --by; give --sort, or the name of a sweep")
+        return None
+    if sweep is not None and options.by is None:
+        return of_sweep(chosen[0], options.metric or "")
+    found = look_at(kept.own_runs(chosen[0]) if sweep is not None else chosen, screen.remark)
+    found = [one for one in found if not one.sweep and one.state != states.OTHER_FORMAT]
+    aims = (one.config.get("checkpoint.best") for one in found)
+    metric = kept.Metric.read(options.metric or next((str(aim) for aim in aims if aim), "loss"))
+    return compared(found, [*map(str.strip, options.by.split(","))], metric), metric
+
+
+def _print_compared(options: Namespace, rows: list[Row], metric: Metric) -> None:
+    if options.csv:
+        csv.writer(sys.stdout, lineterminator="\n").writerows(as_csv(rows, metric))
+    elif options.json:
+        print(json.dumps(as_json(rows, metric), indent=1))
+    else:
+        print(table(rows, metric))
 
 
 def _as_json(one: RunStatus) -> dict[str, Any]:

@@ -32,6 +32,10 @@ def run(options: Namespace, runs: Path) -> int:
     record = found.read()
     if jobs.is_submitted(record) or record.get("cluster"):
         raise Refused(f"{found.name} cannot be renamed: a cluster or other machines know its name; use train fork")
+    if record.get("trial_of"):
+        raise Refused(
+            f"{found.name} is a trial of a sweep, which knows it by its name; to copy it: train fork {found.name}"
+        )
     folders.check_free(found.folder.parent, options.new)
     note_move(Run(found.folder.rename(found.folder.with_name(options.new))), record, found.folder)
     screen.say(f"renamed {options.name} to {options.new}")

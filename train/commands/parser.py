@@ -193,7 +193,7 @@ def parse(parser: Parser, arguments: list[str]) -> Namespace:
         options.arguments = arguments[end + 1 :]
     elif arguments[end:]:
         raise Refused(
-            f"only launch and prove of a script, and fork, take arguments after --; see: {parser.prog} --help"
+            f"only launch, prove and sweep of a script, and fork, take arguments after --; see: {parser.prog} --help"
         )
     return options
 

@@ -18,6 +18,7 @@ from ..mirror import process, state
 from ..monitor.status import RunStatus, here
 from ..run import best, folders, states
 from ..run.run_folder import Run
+from ..sweeps import kept
 from .completion_values import words
 from .options import add_names, matching
 from .parser import Parser
@@ -146,6 +147,11 @@ def _check(one: RunStatus) -> None:
         raise Refused(f"{name} is {what}; only finished and stopped runs are pruned; to stop it: train stop {name}")
     if not run.was_started_here(record):
         raise Refused(f"{name} was not started here, or was copied or changed by hand; it is not pruned")
+    if record.get("sweep"):
+        raise Refused(f"{name} is a sweep; prune its trials: train prune '{name}-*'")
+    sweep = Run(run.path.parent / name.rpartition("-")[0])
+    if record.get(kept.OF) and sweep.alive():
+        raise Refused(f"{name} is a trial of {sweep.name}, which is under way; first: train stop {sweep.name}")
     if url := process.url_of(run):
         mirrored = state.read(run)
         is_complete = mirrored.is_complete and mirrored.url == url and mirrored.step == run.newest_checkpoint

@@ -13,11 +13,13 @@ from ..errors import EXIT_FINISHED, Refused
 from ..launcher import tmux
 from ..mirror import state
 from ..run import folders
+from ..sweeps.kept import own_runs
 from .options import add_names, matching
 from .parser import Parser
 
 EXAMPLES = {
     "train rm demo1": "Delete the run with its checkpoints. A running run is refused.",
+    "train rm lr": "Delete a sweep with its trials.",
     "train rm 'exp-*'": "Delete all runs of these names; none of them if one is running.",
 }
 
@@ -32,7 +34,8 @@ def run(options: Namespace, runs: Path) -> int:
     for name in tmux.checking(runs):
         if any(fnmatch.fnmatchcase(name, given) for given in options.names):
             raise tmux.being_checked(name)
-    found = matching(runs, options.names)
+    named = {run.name: run for run in matching(runs, options.names)}
+    found = [*(named | {trial.name: trial for run in named.values() for trial in own_runs(run)}).values()]
     every = [*found, *(other for run in found for other in jobs.other_nodes(run))]
     with contextlib.ExitStack() as held:
         for run in found:

@@ -37,5 +37,9 @@ def run(options: Namespace, runs: Path) -> int:
         code, text = jobs.stop(one.run, options.now, screen.remark)
     else:
         code, text = stopping.stop(one.run, one.program, now=options.now)
+        if one.program.launches_trials:  # its loop has stopped them, unless it was killed
+            from ..launcher.sweep import stop_trials
+
+            stop_trials(one.run, now=options.now)
     screen.say(text)
     return code

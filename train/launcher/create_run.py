@@ -63,6 +63,8 @@ def create(
     record |= leasing.facts(launch, held, {})
     if launch.command_line:  # a submitted run has that of its submission
         record["command_line"] = launch.command_line
+    if launch.trial_of:
+        record["trial_of"] = launch.trial_of
     saved = environment.keep(environ, imports.python_files(record), launch.keep_env)
     tells, where = notices.of_launch(launch.notify, environ, before=source.folder if source is not None else None)
     record |= where if not record.get("submission") else {}  # an engine has its own notices, and kills what is left

@@ -1,4 +1,4 @@
-"""The launches of a run: `NewRun`, `NewScript`, `Fork` and `Resume`, each with its own fields.
+"""The launches of a run: `NewRun`, `NewScript`, `NewSweep`, `Fork` and `Resume`, each with its own fields.
 
     NewRun("digits", flags={"epochs": "2"}, runs="runs", name="demo1", nproc="2").start()
 
@@ -132,6 +132,28 @@ class NewScript(_New):
 
 
 @dataclasses.dataclass
+class NewSweep(_New):
+    """A new sweep: a run whose rank launches other runs, its trials.
+
+    Args:
+        sweep: The content of sweep.json, as far as the caller knows it; see sweeps/kept.py.
+    """
+
+    sweep: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+    def check(self) -> Plan:
+        from ..sweeps.kept import Sweep
+        from .sweep import prepare
+
+        return prepare(Sweep.from_json(self.sweep), Path(self.runs), made=from_json)
+
+    def open(self, environ: Mapping[str, str]) -> OpenedRun:
+        from .create_run import create
+
+        return create(self, programs.SWEEP, environ)
+
+
+@dataclasses.dataclass
 class Fork(_New):
     """A new run that continues from a checkpoint of another run of a task, or of a script with a session.
 
@@ -207,11 +229,17 @@ class Resume(_Launch):
 
         run = folders.find_trusted(Path(self.runs), self.name)
         record = run.read()
+        program = programs.of_record(record)
+        program.check_options(
+            {"on_restart": self.on_restart, "figures": self.figures, "nproc": self.nproc, "gpus": self.gpus}
+        )
+        if program.launches_trials:
+            from .sweep import prepare_again
+
+            return prepare_again(run, record, self.flags)
         ranks, visible = choose_again(
             run, record, nproc=self.nproc, gpus=self.gpus, now=self.visible, leased=self.leased
         )
-        program = programs.of_record(record)
-        program.check_options({"on_restart": self.on_restart, "figures": self.figures})
         if not program.has_fields:
             fields, warnings = check.check_again(run, self.flags, self.on_restart)
             if self.figures is not None:
@@ -265,10 +293,12 @@ class Resume(_Launch):
         stop_and_wait(self.run, states.FOR_KEEPER if self.by_keeper else states.NOW)  # the keeper resumes it later
 
 
-_LAUNCHES: Mapping[str, type[Launch]] = {launch.__name__: launch for launch in (NewRun, NewScript, Fork, Resume)}
+_LAUNCHES: Mapping[str, type[_Launch]] = {
+    launch.__name__: launch for launch in (NewRun, NewScript, NewSweep, Fork, Resume)
+}
 
 
-def from_json(content: dict[str, Any]) -> Launch:
+def from_json(content: dict[str, Any]) -> _Launch:
     """Return the launch from what `to_json` gave."""
     fields = dict(content)
     return _LAUNCHES[fields.pop("launch")](**fields)

@@ -159,6 +159,8 @@ def adapt(launch: Launch, held: Reservation, config: str) -> None:
 
 def _takes_none(launch: Launch, record: Record | None) -> str:
     """Return why a launch holds nothing; '' if it does."""
+    if record is not None and record.get("sweep"):
+        return "the trials of a sweep wait, not the sweep"
     if not launch.lease:
         return "a run with --no-lease takes what it finds"
     if launch.machines(record):

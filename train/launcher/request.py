@@ -125,6 +125,7 @@ class Launch(ABC):
         leased: The GPUs that the run holds, as in CUDA_VISIBLE_DEVICES; None: none.
         ticket: Its place in the queue; 0: not known yet.
         notify: To whom the end of the run is told, a URL or a command; '': to nobody; None: not given.
+        trial_of: The id of the sweep of which the run is a trial; '': none.
     """
 
     runs: str = ""
@@ -142,6 +143,7 @@ class Launch(ABC):
     leased: str | None = None
     ticket: int = 0
     notify: str | None = dataclasses.field(default=None, repr=False)
+    trial_of: str = ""
 
     @abstractmethod
     def check(self) -> Plan:

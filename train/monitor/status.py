@@ -96,6 +96,16 @@ class RunStatus:
         return self._known.get("owner") or ""
 
     @property
+    def sweep(self) -> str:
+        """The id of a sweep; '' of another run."""
+        return self._known.get("sweep") or ""
+
+    @property
+    def trial_of(self) -> str:
+        """The id of the sweep of which it is a trial; '' of another run."""
+        return self._known.get("trial_of") or ""
+
+    @property
     def user(self) -> str:
         """The user that created it; '' if unknown."""
         return self.record.get("user") or ""
@@ -413,4 +423,5 @@ def next_command(record: Record) -> str:
         states.FAILED: f"look: train logs {name}; try again: {resume}{new_code}",
         states.FINISHED: f"weights: train export {name} --to {name}.safetensors; train more: {more}" if more else "",
     }
-    return commands.get(record["state"], "")
+    compare = f"compare its trials: train ls {name}" if program.launches_trials else ""
+    return "; ".join(filter(None, [commands.get(record["state"], ""), compare]))

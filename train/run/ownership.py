@@ -24,7 +24,7 @@ STATION, DIGEST = "station", "station_digest"
 """Fields of run.json: the id of the station that has started the run, and the digest with its key. None: no key."""
 MODULES = "modules.zip"
 """File in the run folder with copies of what the task imports and reads; code/imports.py writes it."""
-FILES = ("task.py", MODULES, "config.toml", environment.FILE, environment.NOTIFY)
+FILES = ("task.py", MODULES, "config.toml", "sweep.json", environment.FILE, environment.NOTIFY)
 """Files of a run folder that decide, with run.json, what a resume or the end of the run executes."""
 _FIELDS = ("task", "task_source", "script", "script_module", "script_arguments", "on_restart", "cwd", "cluster")
 _KEY_BYTES = 32

@@ -96,6 +96,14 @@ class Record(TypedDict):
     forked_from: NotRequired[dict[str, Any]]
     """The forked run, its step and the digest of its task. `edited`: files of the code that differ from that run's.
     `forked_from`: the same of the forked run."""
+    trial_of: NotRequired[str]
+    """The id of the sweep of which the run is a trial."""
+    sweep: NotRequired[str]
+    """The id of a sweep, in the run that launches its trials."""
+    sweep_read: NotRequired[int]
+    """What differs with the content of sweep.json, of that which the loop of a sweep has read."""
+    refused_trials: NotRequired[dict[str, str]]
+    """Maps trials of a sweep that could not be started to the reason."""
     init: NotRequired[list[str]]
     """Lines about the initial weights and what did not fit; empty: those of model()."""
     unused_fields: NotRequired[list[str]]

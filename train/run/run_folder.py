@@ -280,7 +280,7 @@ class Run:
         return False
 
     def stop_asked(self) -> str:
-        """Return POLITE, NOW, FOR_KEEPER or PLACED; '' if no stop was requested by file."""
+        """Return one of the requests of states.py; '' if no stop was requested by file."""
         try:
             return durable.read_bytes(self.folder / "stop").decode(errors="replace").strip()
         except OSError:

@@ -13,7 +13,7 @@ from typing import Any
 from .record import Cluster, Record, Submitted
 from .run_folder import Run
 
-TASK, SCRIPT, SESSION = "task", "script", "session"
+TASK, SCRIPT, SESSION, SWEEP = "task", "script", "session", "sweep"
 """The programs. programs.py has a class for each."""
 RUN = "{run}"
 """Stands for the path of the run folder in what a user gives a script."""
@@ -26,7 +26,7 @@ class Spec:
     """What runs. Read-only: a resume that changes it writes run.json and config.toml, and reads another."""
 
     program: str
-    """TASK, SCRIPT, or SESSION: a script that has opened a session."""
+    """TASK, SCRIPT, SESSION: a script that has opened a session, or SWEEP: our loop that launches other runs."""
     config: Mapping[str, Any]
     """The fields of config.toml by their dotted names; {} for a script."""
 
@@ -146,7 +146,10 @@ _REASON = "_reason"
 
 
 def program_of(record: Record) -> str:
-    """Return the program of a run. A script has a field of its name, and one that has opened a session says so."""
+    """Return the program of a run. A sweep and a script have a field of their name. A script that has opened a session
+    says so."""
+    if record.get(SWEEP):
+        return SWEEP
     if not record.get(SCRIPT):
         return TASK
     return SESSION if record.get(SESSION) else SCRIPT

@@ -6,17 +6,21 @@ from .. import signals
 from .record import Record
 
 CREATED, RUNNING, STOPPED, FAILED, FINISHED = "created", "running", "stopped", "failed", "finished"
-POLITE, NOW, FOR_KEEPER, PLACED = "polite", "now", "keeper", "placed"
+POLITE, NOW, FOR_KEEPER, PLACED, OF_SWEEP = "polite", "now", "keeper", "placed", "sweep"
 """Stop requests. POLITE: save first. NOW: at once. FOR_KEEPER: save first; the keeper will resume the run. PLACED: save
-first; the cluster has started the run elsewhere."""
+first; the cluster has started the run elsewhere. OF_SWEEP: save first; its sweep was stopped."""
 WHO = {
     POLITE: "train stop",
     NOW: "train stop --now",
     FOR_KEEPER: "the keeper",
     PLACED: "the cluster has started it on another machine",
+    OF_SWEEP: "its sweep was stopped",
 }
 """How run.json's reason names each request."""
-BY = {POLITE: signals.USER, NOW: signals.USER, FOR_KEEPER: signals.KEEPER, PLACED: signals.SIGNAL}
+BY = {
+    POLITE: signals.USER, NOW: signals.USER, FOR_KEEPER: signals.KEEPER, PLACED: signals.SIGNAL,
+    OF_SWEEP: signals.SWEEP,
+}  # fmt: skip
 """Maps each request to run.json's `stopped_by`."""
 REFUSED = "refused"
 """Field of run.json of a failed run whose other machines refused this machine."""
@@ -69,5 +73,5 @@ def _again(record: Record) -> str:
 
 
 def rests_by_itself(record: Record) -> bool:
-    """Whether a run was stopped by something other than its user."""
-    return record["state"] == STOPPED and record["stopped_by"] not in (signals.USER, signals.CTRL_C)
+    """Whether a run was stopped by something other than its user and its sweep."""
+    return record["state"] == STOPPED and record["stopped_by"] not in (signals.USER, signals.CTRL_C, signals.SWEEP)

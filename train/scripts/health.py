@@ -22,7 +22,7 @@ from ..run.heartbeat import Beat
 from ..run.run_folder import Run
 from ..run.spec import Spec
 from ..supervise import last_words
-from ..supervise.health import Kill, TaskHealth, grace_after
+from ..supervise.health import Health, Kill, TaskHealth, grace_after
 from ..supervise.timeouts import (
     HANG_TIMES_SLOWEST,
     SCRIPT_GRACE,
@@ -170,6 +170,13 @@ class ScriptHealth(TaskHealth):
                 text = f"no stack: py-spy failed ({one_line(said.decode(errors='replace'))}); {_MAY_SPY}\n"
                 with contextlib.suppress(OSError):
                     (self._logs / f"rank{rank}.stack.txt").write_text(text, encoding="utf-8")
+
+
+class LoopHealth(Health):
+    """Watches the loop of a sweep, which may wait for its trials for any time."""
+
+    def look(self, living: list[int], started: list[int], exits: Mapping[int, int], is_stopping: bool) -> None:
+        heartbeat.sign(self._logs)
 
 
 def family(pids: Iterable[int]) -> list[psutil.Process]:

@@ -10,6 +10,7 @@ import uuid
 from collections.abc import Callable
 from pathlib import Path
 
+from .. import module_runner
 from ..checkpoint.buffers import ENVIRONMENT, SnapshotMemory
 from ..parallel.rank_env import STORE
 from ..run.run_folder import Lock, Run
@@ -115,6 +116,18 @@ class ScriptRanks(Ranks):
             self._meeting.look(is_last=True)
         self._end_store()
         super()._end_rest()
+
+
+class LoopRanks(Ranks):
+    """The one rank of a sweep: our loop (launcher/sweep_loop.py) as a process of its own, without torch."""
+
+    def __init__(self, run: Run, *, lock: Lock, count: int, zygote: Zygote) -> None:
+        super().__init__(run, lock, count, zygote)
+
+    def _start(self, spec: Spec, attempt: int) -> None:
+        command = module_runner.command("train.launcher.sweep_loop", str(self.run.path))[1:]
+        for rank_env in self.rank_envs:
+            self._fork("train.scripts.worker:script_rank", [command], attempt, rank_env, {}, [])
 
 
 def _free_port() -> int:

@@ -172,7 +172,8 @@ def end_line(one: RunStatus) -> tuple[str, int]:
         states.COPY: f"{name} was interrupted{reason}",
         states.CREATED: f"{name} never started; try again: train resume {name}",
     }.get(state, f"{name} is {state}")
-    if not one.total and not step and state == states.FINISHED:  # its steps are unknown
+    has_steps = (one.total or step) and not one.program.launches_trials
+    if not has_steps and state == states.FINISHED:
         last = f"{name} finished{why}"
     code = EXIT_REFUSED if state == states.FAILED and record.get(states.REFUSED) else CODES.get(state, EXIT_FAILED)
     return last, code

@@ -5,18 +5,19 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import math
+import statistics
 from array import array
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .. import screen
-from ..errors import Refused, shortened
-from ..monitor.status import here
+from ..errors import Refused, nearest, shortened
+from ..monitor.status import RunStatus, here
 from ..run import metrics
 from ..run.durable import check_target, published
 from ..run.run_folder import Run
-from . import settings
+from . import listing, settings
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -73,6 +74,9 @@ class Curves:
     """Maps a name in `training` to the step of its last value."""
     evaluations: dict[str, tuple[array[float], array[float]]] = dataclasses.field(default_factory=dict)
     """Maps a metric of the evaluations, or another figure of a script, to its steps and values."""
+
+    spreads: dict[str, tuple[list[float], list[float], list[float]]] = dataclasses.field(default_factory=dict)
+    """Of the mean of several runs: maps a panel to its steps, and to the mean less and plus the deviation."""
 
     def read(self, run: Run) -> Curves:
         """Read the lines of metrics.jsonl. Raises OSError if the file cannot be read."""
@@ -159,14 +163,45 @@ def _drawable(value: Any) -> float:
     return math.nan if value is None or abs(value) >= HIGHEST else float(value)
 
 
-def plot(runs: list[Run], target: Path) -> list[str]:
+def _averaged(name: str, colour: Any, members: list[Curves]) -> Curves:
+    """Return the mean of some runs at the steps that all of them have, and its spread."""
+    made = Curves(name, colour)
+    made.steps = array("d", sorted(set.intersection(*(set(one.steps) for one in members))))
+    for key in _TRAINING:
+        pairs = [(one.steps, one.training[key]) for one in members]
+        made.training[key] = _mean(made, key if key == LOSS else "", pairs)[1]
+    for key in members[0].evaluations:
+        if all(key in one.evaluations for one in members):
+            panel = f"eval {key}" if key != LOSS else ""
+            made.evaluations[key] = _mean(made, panel, [one.evaluations[key] for one in members])
+    return made
+
+
+def _mean(
+    curves: Curves, panel: str, pairs: list[tuple[array[float], array[float]]]
+) -> tuple[array[float], array[float]]:
+    """Return the common steps of some lines and their mean there. Notes the spread of a panel ('': of none)."""
+    known = [dict(zip(steps, values, strict=True)) for steps, values in pairs]
+    steps = sorted(set.intersection(*map(set, known)))
+    means = [statistics.fmean(line[step] for line in known) for step in steps]
+    if panel and len(known) > 1:
+        ends = [statistics.stdev(line[step] for line in known) for step in steps]
+        lows, highs = ([mean + sign * end for mean, end in zip(means, ends, strict=True)] for sign in (-1, 1))
+        curves.spreads[panel] = steps, lows, highs
+    return array("d", steps), array("d", means)
+
+
+def plot(runs: list[Run], target: Path, by: Sequence[str] = ()) -> list[str]:
     """Draw the runs into a file. Return the advice of each run about waiting for data; '': it got none.
+
+    Args:
+        by: As in `picture`.
 
     Raises:
         Refused: the target cannot be written, or no run has metrics yet.
     """
     check_target(target, SUFFIXES)
-    figure, advice = picture(runs)
+    figure, advice = picture(runs, by)
     from matplotlib import rc_context
 
     with rc_context(_PLAIN), published(target) as partial:
@@ -174,8 +209,11 @@ def plot(runs: list[Run], target: Path) -> list[str]:
     return advice
 
 
-def picture(runs: list[Run]) -> tuple[Any, list[str]]:
+def picture(runs: list[Run], by: Sequence[str] = ()) -> tuple[Any, list[str]]:
     """Draw the runs into one matplotlib Figure. Also return the advice of each run.
+
+    Args:
+        by: Fields. The mean and the deviation of the runs with equal values of them are drawn; (): each run.
 
     Raises:
         Refused: no run has metrics yet.
@@ -192,10 +230,30 @@ def picture(runs: list[Run]) -> tuple[Any, list[str]]:
         if not curves.panels:
             raise Refused(f"{curves.name} has no metrics to draw yet; {one.program.get_figures(curves.name)}")
 
+    if by:
+        drawn = _by(found, drawn, by)
     from matplotlib import rc_context
 
     with rc_context(_PLAIN):
         return _figure(drawn), advice
+
+
+def _by(found: list[RunStatus], drawn: list[Curves], fields: Sequence[str]) -> list[Curves]:
+    """Return the mean of the runs with equal values of these fields. Raises Refused if no run has one of them."""
+    groups: dict[tuple[str, ...], list[Curves]] = {}
+    given = [tuple(listing.value(one, field) for field in fields) for one in found]
+    for number, field in enumerate(fields):
+        if all(values[number] is None for values in given):
+            known = {name for one in found for name in one.config}
+            raise Refused(f"--by {field}: no run here has this field{nearest(field, known)}")
+    for values, curves in zip(given, drawn, strict=True):
+        groups.setdefault(tuple(map(settings.shown, values)), []).append(curves)
+    made = []
+    for number, (values, members) in enumerate(groups.items()):
+        label = " ".join(f"{field}={text}" for field, text in zip(fields, values, strict=True))
+        of = f"  mean of {len(members)}" if len(members) > 1 else ""
+        made.append(_averaged(screen.printable(label) + of, _colour(number, len(groups)), members))
+    return made
 
 
 def _colour(number: int, runs: int) -> Any:
@@ -249,6 +307,8 @@ def draw(axis: Any, drawn: list[Curves], panel: str) -> None:
             steps, values = curves.evaluations[measure]
             dots = {"marker": "o", "markersize": 3} if len(steps) <= _MANY else {"linewidth": 1.0}
             axis.plot(*_thinned(steps, values), color=curves.colour, **dots)
+        if panel in curves.spreads:
+            axis.fill_between(*curves.spreads[panel], color=curves.colour, alpha=0.15, linewidth=0)
     axis.set_ylabel(shortened(measure, _LABEL) if measure is not None else TITLES[panel], fontsize=9)
     axis.grid(alpha=0.25)
     axis.margins(x=0.02)

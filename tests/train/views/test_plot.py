@@ -123,7 +123,7 @@ def test_a_run_that_waits_for_data_is_told_so_beside_its_curve(
     run = made(tmp_path, "a")
 
     def drawn(to: Path) -> tuple[str, str]:
-        assert command.run(Namespace(names=["a"], to=str(to)), tmp_path) == 0
+        assert command.run(Namespace(by=None, names=["a"], to=str(to)), tmp_path) == 0
         return to.read_text(), capsys.readouterr().err
 
     picture, told = drawn(tmp_path / "quiet.svg")

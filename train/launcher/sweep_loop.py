@@ -1,0 +1,236 @@
+"""The loop of a sweep, which runs as the rank of a run: launches trials, adopts those that exist, ends when all have.
+
+    python -P …/train/module_runner.py train.launcher.sweep_loop RUN_FOLDER
+
+It keeps nothing in memory that a killed loop would lose: sweep.json says which trials there are, and their run folders
+how they stand. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from .. import screen, signals
+from ..code import changes
+from ..errors import EXIT_FAILED, EXIT_FINISHED, EXIT_STOPPED, Refused
+from ..format import figure
+from ..programs import KEEPER_TRIES
+from ..run import environment, outcome, states
+from ..run.outcome import Kind, Outcome
+from ..run.run_folder import Run
+from ..signals import StopRequest
+from ..sweeps import kept
+from ..sweeps.kept import WAITING, Metric, Sweep, Trial
+from . import tmux
+from .launches import Resume, from_json
+from .sweep import launch_of, stop_trials
+
+_LOOK_EVERY = 0.5
+"""Seconds between two looks at the trials."""
+_TRIES = 2
+"""Number of refusals in a row after which a trial counts as failed: another process may just be ending."""
+_FIRST = 3
+"""Number of trials that fail, with none that finishes, after which the sweep fails."""
+_OF_RANK = (
+    "TRAIN_ATTEMPT", "TRAIN_AGENT_PID", "TRAIN_RUN_DIR", "TRAIN_NAME", "RANK", "LOCAL_RANK", "WORLD_SIZE",
+    "LOCAL_WORLD_SIZE",
+)  # fmt: skip
+"""Variables of this process that trials must not see."""
+
+
+def main() -> None:
+    """Run the loop of the sweep whose folder is the argument."""
+    stop = StopRequest()
+    run, attempt = Run(Path(sys.argv[1])).held(), int(os.environ["TRAIN_ATTEMPT"])
+    environ, _ = environment.resumed(environment.read(run.folder), os.environ, as_recorded=True)
+    os.environ.clear()
+    os.environ.update({name: value for name, value in environ.items() if name not in _OF_RANK})
+    if threads := kept.read(run).threads:
+        os.environ.setdefault("OMP_NUM_THREADS", str(threads))
+    sys.exit(Loop(run, attempt, stop).keep())
+
+
+def start_trial(sweep: Sweep, runs: Path, name: str, cancelled: Callable[[], bool]) -> list[str]:
+    """Start a trial that was not launched yet. Returns warnings.
+
+    Raises:
+        Refused: it cannot be started.
+    """
+    return from_json(launch_of(sweep, runs, name)).start(cancelled)
+
+
+class Loop:
+    """The loop of one attempt of a sweep."""
+
+    def __init__(self, run: Run, attempt: int, stop: StopRequest) -> None:
+        self._run, self._attempt, self._stop = run, attempt, stop
+        self._sweep = kept.read(run)
+        self._stamp = 0
+        self._ended: dict[str, Trial] = {}
+        """Trials that have ended, which are not looked at again."""
+        self._before: set[str] | None = None
+        """Trials that had failed before this attempt."""
+        self._refusals: Counter[str] = Counter()
+        self._noted: dict[str, Any] | None = None
+        self._resumes: Counter[str] = Counter()
+        """How often a trial was resumed because its processes were killed."""
+        self._warned: set[str] = set()
+        self._known: set[str] = set()
+        """Trials whose end was printed."""
+
+    def keep(self) -> int:
+        """Launch and watch trials until all have ended, or until a stop is requested. Returns the exit code."""
+        is_fresh = False
+        while not self._stop.asked:
+            trials = self._look()
+            self._note(trials)
+            failed = [one for one in trials if one.has_failed]
+            self._before = {one.name for one in failed} if self._before is None else self._before
+            new = [one for one in failed if one.name not in self._before]
+            if len(new) >= _FIRST and not any(one.state == states.FINISHED for one in trials):
+                whole = f"the first {_FIRST} trials failed: {new[0].reason} ({new[0].name})"
+                return self._end(Kind.FAILED, f"{whole}; go on all the same: train resume {self._run.name}", trials)
+            todo = [one for one in trials if self._is_open(one)]
+            if not todo and not any(one.is_live for one in trials):
+                if is_fresh:
+                    return self._conclude(trials)
+                is_fresh = True
+                self._ended.clear()  # look at all once more: a user may have resumed one
+                continue
+            is_fresh = False
+            if todo and sum(one.is_live for one in trials) < self._sweep.at_once:
+                if edited := changes.changed(self._sweep.files):
+                    way = f"put it back, then: train resume {self._run.name}; or start another sweep"
+                    stop_trials(self._run)
+                    return self._end(Kind.FAILED, f"{edited} changed since the sweep was launched; {way}", trials)
+                self._start(todo[0])
+            else:
+                time.sleep(_LOOK_EVERY)
+        screen.say("stopping the trials")
+        stop_trials(self._run)
+        self._ended.clear()
+        self._note(self._look())
+        return EXIT_STOPPED
+
+    def _look(self) -> list[Trial]:
+        stamp = kept.stamp(self._run)
+        if stamp != self._stamp:
+            self._stamp, self._sweep = stamp, kept.read(self._run)
+            self._ended.clear()
+        refused = self._run.read().get(kept.NOT_STARTED) or {}
+        trials = []
+        for name in self._sweep.trials:
+            one = self._ended.get(name) or kept.look(self._run.path.parent, name, self._sweep, refused=refused)
+            if not (one.is_live or self._is_open(one)):
+                self._ended[name] = one
+            trials.append(one)
+        return trials
+
+    def _is_open(self, one: Trial) -> bool:
+        """Whether a trial is to be started, or started again."""
+        if one.state == WAITING:
+            return True
+        if one.record is None:
+            return False
+        if one.state == states.INTERRUPTED:
+            return self._resumes[one.name] < KEEPER_TRIES
+        if one.state == states.CREATED:  # killed before its first attempt
+            return not Run(self._run.path.parent / one.name).alive()
+        if one.state == states.FAILED:
+            return len(one.record["attempts"]) <= self._sweep.retry.get(one.name, -1)
+        return states.rests_by_itself(one.record) or one.record["stopped_by"] == signals.SWEEP
+
+    def _start(self, one: Trial) -> None:
+        """Start a trial, or resume it. A refusal counts as a failure when it was tried again."""
+        runs, name = self._run.path.parent, one.name
+        said = " ".join(f"{field}={value}" for field, value in one.parameters.items())
+        if name in tmux.checking(runs):  # a killed loop has asked for it
+            time.sleep(_LOOK_EVERY)
+            return
+        try:
+            if one.state == WAITING:
+                copy = self._run.path / "task.py"  # the user may have edited the file since
+                more = {"copy": str(copy)} if copy.exists() else {}
+                sweep = dataclasses.replace(self._sweep, launch={**self._sweep.launch, **more})
+                warnings = start_trial(sweep, runs, name, lambda: self._stop.asked)
+            else:
+                self._resumes[name] += one.state == states.INTERRUPTED
+                warnings = Resume(runs=str(runs), name=name, queue=bool(self._sweep.launch["lease"])).start(
+                    lambda: self._stop.asked
+                )
+        except tmux.Cancelled:
+            return
+        except Refused as error:
+            self._refusals[name] += 1
+            if self._refusals[name] >= _TRIES:
+                reason = str(error)
+                screen.say(f"{name} cannot be started: {reason}")
+                self._run.update(lambda record: _refuse(record, name, reason))
+                if one.state != WAITING:
+                    self._ended[name] = Trial(name, one.parameters, states.FAILED, reason=reason)
+            time.sleep(_LOOK_EVERY)
+            return
+        self._refusals.pop(name, None)
+        screen.say(f"{name} {'started' if one.state == WAITING else 'resumed'}: {said}")
+        for line in [line for line in warnings if line not in self._warned]:
+            self._warned.add(line)
+            screen.say(f"{name}: warning: {line}")
+
+    def _note(self, trials: Sequence[Trial]) -> None:
+        """Note in run.json how far the sweep is, and print what has ended."""
+        metric = Metric.read(self._sweep.by)
+        values = [one.value for one in trials if one.value is not None]
+        figures = {metric.name: metric.best_of(values)} if values else {}
+        ended = [one for one in trials if one.state in (states.FINISHED, states.FAILED)]
+        for one in ended:
+            if self._noted is not None and one.name not in self._known:
+                value = "" if one.value is None else f": {metric.name} {figure(one.value)}"
+                screen.say(f"{one.name} {one.state}{value or (one.reason and f': {one.reason}')}")
+        self._known = {one.name for one in ended}
+        now: dict[str, Any] = {
+            "step": len(ended),
+            "total_steps": len(trials),
+            "last_figures": figures,
+            kept.READ: self._stamp,
+        }
+        if now != self._noted and self._run.note(**now):
+            self._noted = now
+
+    def _conclude(self, trials: Sequence[Trial]) -> int:
+        failed = [one for one in trials if one.has_failed]
+        others = [one for one in trials if one.state not in (states.FAILED, states.FINISHED)]
+        parts = [
+            f"{len(found)} of {len(trials)} trials {verb} ({', '.join(one.name for one in found[:3])}"
+            f"{', …' if found[3:] else ''}){way}"
+            for found, verb, way in (
+                (failed, "failed", f"; again: train sweep {self._run.name} --retry-failed"),
+                (others, "did not finish", ""),
+            )
+            if found
+        ]
+        if failed and not any(one.state == states.FINISHED for one in trials):
+            return self._end(Kind.FAILED, f"{parts[0]}; {failed[0].name}: {failed[0].reason}", trials)
+        return self._end(Kind.FINISHED, "; ".join(parts), trials)
+
+    def _end(self, kind: Kind, reason: str, trials: Sequence[Trial]) -> int:
+        """Report how the sweep has ended. Returns the exit code."""
+        if reason:
+            screen.say(reason)
+        step = sum(one.state in (states.FINISHED, states.FAILED) for one in trials)
+        outcome.write(self._run.logs(self._attempt), Outcome(rank=0, kind=kind, step=step, reason=reason, recurs=True))
+        return EXIT_FINISHED if kind is Kind.FINISHED else EXIT_FAILED
+
+
+def _refuse(record: Any, name: str, reason: str) -> None:
+    record[kept.NOT_STARTED] = {**(record.get(kept.NOT_STARTED) or {}), name: reason}
+
+
+if __name__ == "__main__":
+    main()

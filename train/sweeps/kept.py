@@ -1,0 +1,247 @@
+"""What a sweep keeps in its run folder (sweep.json), and how its trials stand.
+
+The name of a trial is its key: its parameters stand in sweep.json before it is launched, so none is made twice.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import math
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from ..errors import Refused
+from ..run import best, durable, states
+from ..run.record import Record
+from ..run.run_folder import Run
+from .space import Parameters, Space, numbered
+
+FILE = "sweep.json"
+OF: Literal["trial_of"] = "trial_of"
+"""Field of run.json of a trial: the id of its sweep."""
+NOT_STARTED: Literal["refused_trials"] = "refused_trials"
+"""Field of run.json of a sweep: maps trials that could not be started to the reason."""
+READ: Literal["sweep_read"] = "sweep_read"
+"""Field of run.json of a sweep: `stamp` of the file that its loop has read."""
+WAITING = "waiting"
+"""The state of a trial that was not launched yet."""
+_LAST = "last:"
+
+
+class Metric(NamedTuple):
+    """By what trials are compared."""
+
+    name: str
+    is_least: bool
+    is_last: bool
+    """Whether the last evaluation counts, and not the best one."""
+
+    @classmethod
+    def read(cls, text: str) -> Metric:
+        """Parse NAME, min:NAME or max:NAME, each also after `last:`."""
+        aim = best.aim_of(text.removeprefix(_LAST))
+        return cls(aim.metric, aim.is_least, text.startswith(_LAST))
+
+    def best_of(self, values: Collection[float]) -> float:
+        """Return the best of these values."""
+        return min(values) if self.is_least else max(values)
+
+    def of(self, run: Run, record: Record) -> float | None:
+        """Return the value of a run; None: it has none. Without evaluations the loss is that of training."""
+        found = best.values_of(run, bool(record.get("script"))).get(self.name)
+        if found:
+            return found[-1] if self.is_last else self.best_of(found)
+        return record.get("loss") if self.name == "loss" else None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sweep:
+    """The content of sweep.json. A change of it is another object; see `changed`."""
+
+    id: str
+    """Trials have it in run.json."""
+    launch: Mapping[str, Any]
+    """The launch of a trial as JSON, without its name and parameters."""
+    space: Space
+    metric: str
+    """What --metric says; '': not given."""
+    at_once: int
+    """Maximum number of trials that run at the same time; 0: not given, until the launch was checked."""
+    trials: Mapping[str, Parameters]
+    """Maps the names of the trials to their parameters, in the order in which they are launched."""
+    by: str = "loss"
+    """The metric that is used, as `Metric.read` takes it."""
+    defaults: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """Maps fields that the user has not set, and that differ from a single run, to their values."""
+    files: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """Maps files that each trial reads when it is launched to their digests."""
+    threads: int = 0
+    """OMP_NUM_THREADS of the trials of a script that leaves it open; 0: not set."""
+    asked: Space | None = None
+    """The space with which the sweep was launched; None: it was not extended."""
+    retry: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    """Maps failed trials that are to be started again to their number of attempts before."""
+
+    @classmethod
+    def from_json(cls, content: Mapping[str, Any]) -> Sweep:
+        """Return the sweep from what `to_json` gave."""
+        asked = content.get("asked")
+        spaces = {"space": Space(**content["space"]), "asked": Space(**asked) if asked else None}
+        return cls(**{**content, **spaces})
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the content as JSON has it."""
+        return dataclasses.asdict(self)
+
+    def to_text(self) -> str:
+        """Return the content of the file."""
+        return json.dumps(self.to_json(), indent=1) + "\n"
+
+    def wants(self, other: Sweep) -> bool:
+        """Whether another sweep asks for the same trials."""
+        volatile = {"command_line", "visible", "ticket"}
+        launches = [{key: value for key, value in one.launch.items() if key not in volatile} for one in (self, other)]
+        same_space = other.space in (self.space, self.asked)
+        return launches[0] == launches[1] and same_space and self.metric == other.metric
+
+    def extended(self, space: Space) -> Sweep:
+        """Return the sweep with the trials of a larger space. Those that it has keep their names."""
+        known = [*self.trials.values()]
+        new = [parameters for parameters in space.cells() if parameters not in known]
+        stem = next(iter(self.trials)).rpartition("-")[0]
+        names = numbered(stem, len(known) + len(new))[len(known) :]
+        trials = {**self.trials, **dict(zip(names, new, strict=True))}
+        return dataclasses.replace(self, space=space, asked=self.asked or self.space, trials=trials)
+
+
+def read(run: Run) -> Sweep:
+    """Read sweep.json. Raises Refused if it is missing or damaged."""
+    try:
+        made = Sweep.from_json(json.loads(durable.read_bytes(run.folder / FILE)))
+        mappings = made.trials, made.space.repeat, made.launch, *made.trials.values()
+        if not all(type(one) is dict for one in mappings) or any("/" in name for name in made.trials):
+            raise ValueError("not as this program writes it")
+        return made
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise Refused(f"{run.path / FILE} cannot be read ({error}); remove the sweep: train rm {run.name}") from None
+
+
+def stamp(run: Run) -> int:
+    """Return what differs from one content of sweep.json to the next."""
+    found = (run.folder / FILE).stat()
+    return found.st_mtime_ns ^ found.st_ino
+
+
+def find(run: Run) -> Sweep | None:
+    """Return the sweep of this run; None: it is no sweep, or a damaged one."""
+    with contextlib.suppress(Refused):
+        return read(run) if (run.folder / FILE).exists() else None
+    return None
+
+
+@dataclasses.dataclass(frozen=True)
+class Trial:
+    """How a trial stands."""
+
+    name: str
+    parameters: Parameters
+    state: str
+    """WAITING, or the effective state of its run; failed if it could not be started."""
+    _: dataclasses.KW_ONLY
+    reason: str = ""
+    record: Record | None = None
+    """run.json with the effective state; None: it was not launched."""
+    value: float | None = None
+    """Of the metric; None until it has finished."""
+
+    @property
+    def has_failed(self) -> bool:
+        return self.state == states.FAILED
+
+    @property
+    def is_live(self) -> bool:
+        return self.state in (states.CREATED, states.RUNNING, states.QUEUED)
+
+
+def look(runs: Path, name: str, sweep: Sweep, *, refused: Mapping[str, str]) -> Trial:
+    """Return how a trial stands.
+
+    Args:
+        runs: The folder of the runs.
+        refused: Field NOT_STARTED of the sweep.
+    """
+    run, parameters = Run(runs / name), sweep.trials[name]
+    if not (run.folder / "run.json").exists():
+        if name in refused:
+            return Trial(name, parameters, states.FAILED, reason=refused[name])
+        return Trial(name, parameters, WAITING)
+    try:
+        record = run.read_effective()
+    except Refused as error:
+        return Trial(name, parameters, states.FAILED, reason=str(error))
+    if record.get(OF) != sweep.id:
+        why = f"another run has the name {name}; rename it: train mv {name} NEW"
+        return Trial(name, parameters, states.FAILED, reason=why)
+    value = Metric.read(sweep.by).of(run, record) if record["state"] == states.FINISHED else None
+    return Trial(name, parameters, record["state"], reason=record.get("reason") or "", record=record, value=value)
+
+
+def look_at_all(run: Run, sweep: Sweep) -> list[Trial]:
+    """Return how all trials of a sweep stand, given its run."""
+    refused = run.read().get(NOT_STARTED) or {}
+    return [look(run.path.parent, name, sweep, refused=refused) for name in sweep.trials]
+
+
+def own_runs(run: Run) -> list[Run]:
+    """Return the runs of a sweep's trials; none of a run that is no sweep."""
+    sweep = find(run)
+    if sweep is None:
+        return []
+    found = look_at_all(run, sweep)
+    return [Run(run.path.parent / one.name) for one in found if one.record is not None]
+
+
+class Row(NamedTuple):
+    """Trials with the same parameters, but for those that repeat."""
+
+    parameters: Parameters
+    trials: Sequence[Trial]
+
+    @property
+    def values(self) -> list[float]:
+        """The values of the trials that have finished."""
+        return [one.value for one in self.trials if one.value is not None]
+
+    @property
+    def mean(self) -> float | None:
+        return math.fsum(self.values) / len(self.values) if self.values else None
+
+    @property
+    def deviation(self) -> float | None:
+        """The standard deviation of a sample; None: there are fewer than two values."""
+        values, mean = self.values, self.mean
+        if mean is None or len(values) < 2:
+            return None
+        return math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (len(values) - 1))
+
+    def best(self, metric: Metric) -> Trial | None:
+        """Return the best trial."""
+        return next((one for one in self.trials if self.values and one.value == metric.best_of(self.values)), None)
+
+
+def rows(trials: Sequence[Trial], repeated: Collection[str], metric: Metric) -> list[Row]:
+    """Return the rows of trials: the best mean first, and those without a value last."""
+    found: dict[tuple[tuple[str, str], ...], list[Trial]] = {}
+    for one in trials:
+        key = tuple((name, value) for name, value in one.parameters.items() if name not in repeated)
+        found.setdefault(key, []).append(one)
+    made = [Row(dict(key), members) for key, members in found.items()]
+
+    def order(row: Row) -> tuple[bool, float]:
+        mean = row.mean
+        return (mean is None, (mean or 0.0) * (1 if metric.is_least else -1))
+
+    return sorted(made, key=order)
