@@ -32,15 +32,12 @@ def test_runs_take_free_gpus_and_a_run_that_finds_none_is_refused_or_waits(machi
     assert behind.returncode == 2 and "process 4711" in behind.stderr, behind.stderr
     machine.cards.write(3, pid=0)
     assert machine.wait_for_end("late")["state"] == "finished"
-    machine.ok("resume", "late", "--queue", "--steps", 4)
     machine.ok("launch", "fake", "--name", "careless", "--no-lease", *SHORT, "--follow")
-    machine.ok("stop", "third")
-    assert machine.wait_for_end("late")["state"] == "finished"
-    assert machine.record("late")["gpus"] == "2"
+    assert machine.record("late")["gpus"] == "3"
     machine.ok("stop", "pair")
     machine.ok("launch", "fake", "--name", "another", "--gpus", "1,", *LONG)
     machine.ok("resume", "pair")  # two free ones, whichever they are
-    assert machine.record("pair")["gpus"] == "0,2"
+    assert machine.record("pair")["gpus"] == "0,3"
 
 
 def test_a_resume_takes_the_gpus_that_the_user_named_or_waits_for_them(machine: GpuStation) -> None:
@@ -54,3 +51,11 @@ def test_a_resume_takes_the_gpus_that_the_user_named_or_waits_for_them(machine: 
     machine.ok("stop", "thief")
     machine.wait("named", lambda record: record["state"] == "running")
     assert machine.record("named")["gpus"] == "1"
+
+
+def test_the_trials_of_a_sweep_share_the_free_gpus(machine: GpuStation) -> None:
+    machine.ok("launch", "fake", "--name", "other", "--gpus", "0,1,", *LONG)
+    machine.ok("sweep", "fake", "--name", "seeds", "--grid", "seed=0..3", "--at-once", 3, *SHORT)
+    assert machine.wait_for_end("seeds")["state"] == "finished"
+    assert {machine.record(f"seeds-00{number}")["gpus"] for number in range(1, 5)} == {"2", "3"}
+    assert machine.record("seeds")["wants"] == {"gpus": None, "lease": False, "gives_way": ""}

@@ -21,7 +21,7 @@ from ..sweeps import kept
 from ..sweeps.kept import Sweep
 from ..sweeps.space import Parameters, Space, numbered
 from .launch import check, launch_of
-from .options import add_ranks, add_script, add_task, follow, request_of, warn
+from .options import add_notify, add_ranks, add_script, add_task, check_notify, follow, request_of, warn
 from .parser import Parser, number
 
 EXAMPLES = {
@@ -67,6 +67,7 @@ def add_arguments(parser: Parser) -> None:
     add("--dry-run", action="store_true", help="Print the trials and start nothing.")
     add_task(parser, nargs="?")
     add_ranks(parser)
+    add_notify(parser)
     add_script(parser)
 
 
@@ -144,6 +145,7 @@ def _asked(options: Namespace, runs: Path) -> tuple[Sweep, str]:
     )  # fmt: skip
     cells = space.cells()
     _check_names(options, [*space.grid, *space.search, *space.repeat])
+    check_notify(options.notify)
     if options.after is not None:
         raise Refused("--after: a sweep starts now; wait for the others first: train wait NAME && train sweep …")
     # trials go through the queue, and the sweep tells of its end for all of them
