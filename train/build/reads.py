@@ -62,7 +62,7 @@ class Reads:
             self._open |= {name for name, count in self._references().items() if count > before[name]}
 
     def open_all(self) -> None:
-        """Count every field as read if the task's code runs: it starts a process, whose reads nobody sees."""
+        """Count every field as read if the task's code runs: it starts a process, whose reads are not seen."""
         if self._depth:
             self._open.add(_WHOLE)
 

@@ -127,7 +127,7 @@ def waiting_of(options: Namespace, is_one_of_many: bool = False) -> dict[str, An
 
 
 def add_notify(parser: Parser) -> None:
-    """Add to whom the end of a run is told."""
+    """Add where the notice of a run's end goes."""
     text = (
         "URL of a chat, or a command, that gets one line when the run ends, unless you stop it yourself. '': nobody. "
         "Default: $TRAIN_NOTIFY."

@@ -1,6 +1,6 @@
 """A run that gives way (--gives-way): it stops by itself when another one waits for what it holds, and waits behind it.
 
-Each run decides for itself, by the notes in the shared folder; nobody signals another's process. Of several runs that
+Each run decides for itself, by the notes in the shared folder; no process signals another run's. Of several runs that
 could give way only as many stop as are needed, the youngest first. Imports no torch.
 """
 

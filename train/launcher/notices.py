@@ -3,7 +3,7 @@
     python -P …/train/module_runner.py train.launcher.notices RUN_FOLDER
 
 A process beside the agent sends the notice, so that the agent's end does not wait for a network. It notes in run.json
-which end it has told of. The keeper starts that process again for an end that nobody has told of, so each notice is
+which end it has told of. The keeper starts that process again for an end of which no notice was sent, so each notice is
 sent at least once. Imports no torch.
 """
 
@@ -75,7 +75,7 @@ def address(folder: Path | None, environ: Mapping[str, str]) -> Address | None:
 def of_launch(
     given: str | None, environ: Mapping[str, str], *, before: Path | None = None
 ) -> tuple[dict[str, str | bytes], dict[str, Any]]:
-    """Return the files and the fields of run.json that say where a run's end is told of.
+    """Return the files and the fields of run.json that say where the notice of a run's end goes.
 
     Args:
         given: The text of --notify; None: it was not given.
@@ -101,7 +101,7 @@ def begin(run: Run) -> None:
 
 
 def left_over(run: Run, record: Record) -> str:
-    """Return the mark of an end that nobody has told of or tells of now, for the keeper; '' if there is none.
+    """Return the mark of an end of which no notice was or is being sent, for the keeper; '' if there is none.
 
     Args:
         record: run.json with the effective state.
@@ -131,7 +131,7 @@ def due(record: Record, *, keeper_lives: bool) -> str:
 
 
 def message(run: Run, record: Record) -> Message:
-    """Return what a person is told of the run's end."""
+    """Return the notice of the run's end."""
     name, state = record["name"], record["state"]
     reason = str(record.get("reason") or "no reason is known").partition("; ")[0]  # what follows is a remedy
     steps = programs.of_record(record).reports_steps(record["attempts"]) and " step " not in reason

@@ -124,7 +124,7 @@ class Launch(ABC):
         gives_way: `mine` or `all`: the runs for which it stops and waits behind them; see giving_way.py. '': none.
         leased: The GPUs that the run holds, as in CUDA_VISIBLE_DEVICES; None: none.
         ticket: Its place in the queue; 0: not known yet.
-        notify: To whom the end of the run is told, a URL or a command; '': to nobody; None: not given.
+        notify: Where the notice of the run's end goes, a URL or a command; '': nowhere; None: not given.
         trial_of: The id of the sweep of which the run is a trial; '': none.
     """
 

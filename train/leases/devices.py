@@ -1,7 +1,7 @@
 """What can be leased: the GPUs of this machine, or, where there are none, its cores. Takes leases.
 
-A GPU is free if nobody holds its lock and NVML knows of no other user. A lock is a file named by the GPU's UUID, which
-is the same in all containers; a core has no identity, so its file is one of as many as there are cores.
+A GPU is free if no process holds its lock and NVML knows of no other user. A lock is a file named by the GPU's UUID,
+which is the same in all containers; a core has no identity, so its file is one of as many as there are cores.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Device:
     """Its name in CUDA_VISIBLE_DEVICES."""
 
     def holder(self) -> Holder | None:
-        """Return who holds the lease; None: nobody. Raises Unusable."""
+        """Return who holds the lease; None: it is free. Raises Unusable."""
         return locks.holder(locks.folder() / self.key)
 
 

@@ -100,7 +100,7 @@ def folder() -> Path:
 
 
 def _make(one: Path) -> None:
-    """Make a folder in which every user can make files, and nobody can remove those of others."""
+    """Make a folder in which every user can make files, but not remove those of others."""
     with contextlib.suppress(FileExistsError):
         one.mkdir()
         one.chmod(0o1777)  # mkdir obeys the umask
@@ -132,7 +132,7 @@ def hold(file: Path, note: Holder) -> int | None:
 
 
 def holder(file: Path) -> Holder | None:
-    """Return who holds the lock of a file; None: nobody. Changes nothing."""
+    """Return who holds the lock of a file; None: it is free. Changes nothing."""
     with contextlib.suppress(OSError):
         fd = os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOFOLLOW)
         try:

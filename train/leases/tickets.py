@@ -2,7 +2,7 @@
 way come after all others.
 
 A ticket only orders: what excludes is the lock of the device. A ticket counts while its waiter holds its lock and looks
-every second; a waiter that is suspended is passed over, and has its place again when it goes on.
+every second; a waiter that is suspended is passed over, and has its place again when it continues.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Ticket:
         return [one for one in waiting(self.kind) if one.file.name < self.file.name]
 
     def is_there(self) -> bool:
-        """Whether the ticket is still in the folder: somebody may have emptied it."""
+        """Whether the ticket is still in the folder, which may have been emptied."""
         with contextlib.suppress(OSError):
             return os.path.samestat(os.fstat(self._fd), self.file.stat())
         return False

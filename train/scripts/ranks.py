@@ -119,7 +119,7 @@ class ScriptRanks(Ranks):
 
 
 class LoopRanks(Ranks):
-    """The one rank of a sweep: our loop (launcher/sweep_loop.py) as a process of its own, without torch."""
+    """The one rank of a sweep: our loop (launcher/sweep_loop.py) as a separate process, without torch."""
 
     def __init__(self, run: Run, *, lock: Lock, count: int, zygote: Zygote) -> None:
         super().__init__(run, lock, count, zygote)
