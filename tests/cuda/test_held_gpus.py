@@ -38,6 +38,8 @@ def test_runs_take_free_gpus_and_a_run_that_finds_none_is_refused_or_waits(machi
     machine.ok("launch", "fake", "--name", "another", "--gpus", "1,", *LONG)
     machine.ok("resume", "pair")  # two free ones, whichever they are
     assert machine.record("pair")["gpus"] == "0,3"
+    for name in ("pair", "another"):
+        machine.ok("stop", name)
 
 
 def test_a_resume_takes_the_gpus_that_the_user_named_or_waits_for_them(machine: GpuStation) -> None:
@@ -51,6 +53,7 @@ def test_a_resume_takes_the_gpus_that_the_user_named_or_waits_for_them(machine: 
     machine.ok("stop", "thief")
     machine.wait("named", lambda record: record["state"] == "running")
     assert machine.record("named")["gpus"] == "1"
+    machine.ok("stop", "named")
 
 
 def test_the_trials_of_a_sweep_share_the_free_gpus(machine: GpuStation) -> None:
@@ -58,4 +61,5 @@ def test_the_trials_of_a_sweep_share_the_free_gpus(machine: GpuStation) -> None:
     machine.ok("sweep", "fake", "--name", "seeds", "--grid", "seed=0..3", "--at-once", 3, *SHORT)
     assert machine.wait_for_end("seeds")["state"] == "finished"
     assert {machine.record(f"seeds-00{number}")["gpus"] for number in range(1, 5)} == {"2", "3"}
+    machine.ok("stop", "other")
     assert machine.record("seeds")["wants"] == {"gpus": None, "lease": False, "gives_way": ""}
