@@ -654,6 +654,9 @@ def _flag(made: parser.Parser, name: str, value: Any) -> list[str]:
         return [f"{flag}={','.join(map(str, value))}" + "," * (len(value) == 1)]
     if isinstance(value, types.ModuleType):
         value = _task(value)
+    if name == "after":
+        runs = value if isinstance(value, (list, tuple)) else [value]
+        return [f"{flag}={','.join(one.name if isinstance(one, Run) else str(one) for one in runs)}"]
     values = value if isinstance(value, (list, tuple)) else [value]
     return [f"{flag}={_toml(one) if isinstance(one, bool) else one}" for one in values]
 

@@ -53,6 +53,7 @@ def test_keywords_become_the_flags_of_the_command_line() -> None:
     )  # fmt: skip
     assert (said["task"], said["name"], said["nproc"], said["max_restarts"]) == ("digits", "a", "2", "3")
     assert (said["keep_env"], said["gpus"], said["config"], said["follow"]) == (["A", "B"], "2,", None, False)
+    assert words("digits", after=["b", train.Run(Path(), "c")])["after"] == "b,c"
     assert said["flags"] == {
         "epochs": "2.5", "optim.lr": "0.5", "optim.args.betas": "[0.9, 0.99]", "task.width": "8",
         "task.sizes": '{"a" = [true, "é"]}', "checkpoint.best": "none", "log.samples": "true",
