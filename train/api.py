@@ -16,9 +16,10 @@ import io
 import json
 import math
 import shlex
+import time
 import types
 from argparse import Namespace
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
@@ -41,6 +42,8 @@ __all__ = ["Refused", "Run", "Sweep", "find", "launch", "plot", "prove", "runs",
 
 P = ParamSpec("P")
 T = TypeVar("T")
+_LOOK_EVERY = 0.5
+"""Seconds between two looks for evaluations."""
 _OF_COMMAND_LINE = ("follow", "help")
 """Flags of commands that Python has other ways for."""
 
@@ -234,6 +237,23 @@ class Run:
     def metrics(self) -> list[dict[str, Any]]:
         """The lines of metrics.jsonl, the oldest first. An evaluation has its metrics in `eval`."""
         return [dict(line) for line in metrics.lines(self._run())]
+
+    def evaluations(self) -> Iterator[dict[str, Any]]:
+        """Yield each evaluation as it comes, until the run has ended: `step`, `epoch`, and the metrics in `eval`.
+
+        Raises:
+            Refused: the run is gone.
+        """
+        run, seen = self._run(), 0
+        while True:
+            is_over = not run.alive()  # before the look, which then sees the last line
+            for line in _refusing(metrics.evaluations)(run):
+                if line["step"] > seen:
+                    seen = line["step"]
+                    yield dict(line)
+            if is_over:
+                return
+            time.sleep(_LOOK_EVERY)
 
     @property
     @_refusing

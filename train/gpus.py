@@ -136,10 +136,12 @@ def named_here(every: list[Card]) -> list[Card]:
     Raises:
         LookupError: it names something else, such as a MIG slice. The text says what.
     """
-    if VISIBLE not in os.environ:
+    if VISIBLE not in os.environ or not every:
         return every
     found = list[Card]()
     for name in filter(None, os.environ[VISIBLE].replace(" ", "").split(",")):
+        if name == "-1":  # CUDA stops here
+            break
         matches = [card for card in every if name.startswith("GPU-") and card.uuid.startswith(name)]
         if name.isdecimal() and os.environ.get(ORDER, BY_BUS) == BY_BUS:
             matches = every[int(name) : int(name) + 1]

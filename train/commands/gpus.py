@@ -70,4 +70,4 @@ def _of_cores() -> list[dict[str, Any]]:
 
 def _who(holder: locks.Holder | None) -> dict[str, str]:
     one = holder or locks.Holder()
-    return {"user": one.user, "run": one.run, "since": one.since, "station": one.station}
+    return {"user": one.who if holder else "", "run": one.run, "since": one.since, "station": one.station}

@@ -35,7 +35,6 @@ _ORDERS = ("created", "name", "state", "step")
 EXAMPLES = {
     "train ls": "List all runs, the oldest first.",
     "train ls 'exp-*' --state running,interrupted": "List the runs of these names that are in one of two states.",
-    "train ls --columns name,size --sort size": "Find the runs that take most of the disk.",
     "train ls lr": "Compare the trials of the sweep lr. Without names, train ls shows a sweep as one line.",
     "train ls 'x*' --by optim.lr": "Mean and deviation of the loss over runs with the same rate.",
     "train ls --columns name,optim.lr,accuracy --sort accuracy -n 5": (

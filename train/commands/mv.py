@@ -36,6 +36,8 @@ def run(options: Namespace, runs: Path) -> int:
         raise Refused(
             f"{found.name} is a trial of a sweep, which knows it by its name; to copy it: train fork {found.name}"
         )
+    if record.get("sweep"):
+        raise Refused(f"{found.name} is a sweep, whose trials are named after it; start another one under that name")
     folders.check_free(found.folder.parent, options.new)
     note_move(Run(found.folder.rename(found.folder.with_name(options.new))), record, found.folder)
     screen.say(f"renamed {options.name} to {options.new}")

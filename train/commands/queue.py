@@ -40,7 +40,9 @@ def run(options: Namespace, runs: Path) -> int:
     lines = []
     for one in found:
         places[one.kind] = places.get(one.kind, 0) + 1
-        lines.append({"place": places[one.kind], "kind": one.kind, **dataclasses.asdict(one.holder)})
+        lines.append(
+            {"place": places[one.kind], "kind": one.kind, **dataclasses.asdict(one.holder), "user": one.holder.who}
+        )
     if options.json:
         print(json.dumps(lines, indent=1))
     elif not lines:

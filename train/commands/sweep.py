@@ -108,7 +108,7 @@ def start(options: Namespace, runs: Path) -> tuple[Path, str]:
         if not kept.read(run).wants(sweep):
             way = f"choose another --name, or give it more values: train sweep {name} --add NAME=VALUES"
             raise Refused(f"{name} is a sweep with another space or other fields; {way}")
-        _continue(run, lambda found: found, at_once)
+        _continue(run, lambda found: found, at_once, options.notify)
         return runs, name
     check_free(runs, [name, *sweep.trials])
     launch = NewSweep(
@@ -209,7 +209,7 @@ def _change(options: Namespace, runs: Path) -> tuple[Run, Callable[[Sweep], Swee
     return run, edit
 
 
-def _continue(run: Run, edit: Callable[[Sweep], Sweep], at_once: int) -> None:
+def _continue(run: Run, edit: Callable[[Sweep], Sweep], at_once: int, notify: str | None = None) -> None:
     """Change a sweep, and make sure that its loop runs if it has trials to launch."""
 
     def forget(record: Any) -> None:
@@ -229,5 +229,5 @@ def _continue(run: Run, edit: Callable[[Sweep], Sweep], at_once: int) -> None:
     if is_done and run.state() == states.FINISHED:
         screen.remark(f"{run.name} has finished already; see: train ls {run.name}")
         return
-    warn(Resume(runs=str(run.path.parent), name=run.name).start())
+    warn(Resume(runs=str(run.path.parent), name=run.name, notify=notify).start())
     _tell(run)

@@ -42,7 +42,7 @@ def main() -> None:
         _take_environment(content["env"])
     (folder / "request.json").unlink(missing_ok=True)  # it holds secrets, which must not stay if the launch is killed
     _never_wait_for_terminal()
-    from . import giving_way, launches, tmux
+    from . import giving_way, launches, notices, tmux
 
     stop = StopRequest()
     signal.signal(signal.SIGHUP, _leave)  # until the run exists; then create_run.py ignores the terminal's end
@@ -74,8 +74,10 @@ def main() -> None:
             if ready is None:
                 leave(EXIT_STOPPED)
             opened = ready
-        code, why = keep(opened, stop), stop.reason
+        code, why, is_way = keep(opened, stop), stop.reason, stop.by == WAY
         if not (stop.forget() and giving_way.queue_again(opened.run, opened.held, why)):
+            if is_way:  # it has finished, or failed, in that moment
+                notices.begin(opened.run)
             leave(code)
         launch.after = []
         opened.lock.drop_leases()
@@ -178,8 +180,8 @@ def keep(opened: OpenedRun, stop: StopRequest) -> int:
 
     def show() -> None:
         nonlocal place
-        way.look()
         with contextlib.suppress(OSError, ValueError, Refused):  # the terminal may be gone, or the disk
+            way.look()
             now = run.read()
             if run.path != place and tmux.note_move(run, now, place):
                 place = run.path

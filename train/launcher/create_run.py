@@ -50,7 +50,7 @@ def create(
     runs = Path(launch.runs)
     _check_variables(launch.machines())
     held = leasing.reserve(launch)
-    zygote, plan = check_in_fork(launch, program)
+    zygote, plan = check_in_fork(launch, program, held.look)
     leasing.check_way(launch, plan.record)
     leasing.adapt(launch, held, _config_of(plan))
     if source is not None:  # copy from the folder that was checked, even if another folder has its name now
@@ -66,7 +66,10 @@ def create(
     if launch.trial_of:
         record["trial_of"] = launch.trial_of
     saved = environment.keep(environ, imports.python_files(record), launch.keep_env)
-    tells, where = notices.of_launch(launch.notify, environ, before=source.folder if source is not None else None)
+    is_like_source = source is not None and not source.read().get("trial_of")  # trials send nothing
+    tells, where = notices.of_launch(
+        launch.notify, environ, before=source.folder if source is not None and is_like_source else None
+    )
     record |= where if not record.get("submission") else {}  # an engine has its own notices, and kills what is left
     files = plan.files | {environment.FILE: environment.to_json(saved)} | tells
     with doing.now("the copy of the checkpoint" if plan.copies else "the creation of its folder"):
@@ -110,11 +113,13 @@ def _reopen(launch: Launch, run: Run, lock: Lock, environ: Mapping[str, str], by
     folders.enter(record.get("cwd") or "")
     run.clear_stop()  # of the time before
 
+    held = leasing.reserve(launch, run=run, record=record)
+
     def look() -> None:
+        held.look()
         if wanted := run.stop_asked():
             raise Refused(f"{run.name} was stopped while its resume was checked ({states.WHO.get(wanted, wanted)})")
 
-    held = leasing.reserve(launch, run=run, record=record)
     zygote, plan = check_in_fork(launch, programs.of_record(record), look)
     leasing.check_way(launch, {**record, **plan.record})
     leasing.adapt(launch, held, _config_of(plan))

@@ -59,6 +59,8 @@ def run(new: NewRun, is_spawned: bool) -> int:
         screen.remark(f"warning: {line}")
     with doing.noted() as notes:
         zygote, plan = check_in_fork(new, meanwhile=doing.Waiting(new.name, notes, screen.remark).look)
+    text = plan.files.get("config.toml", "")
+    leasing.adapt(new, held, text if isinstance(text, str) else "")
     _, where = notices.of_launch(None, os.environ)
     made = _create(new, plan, plan.record | where).held()
     lock = made.acquire()

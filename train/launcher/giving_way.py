@@ -6,11 +6,13 @@ could give way only as many stop as are needed, the youngest first. Imports no t
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import time
 from collections.abc import Mapping
 from typing import Any
 
+from .. import gpus
 from ..errors import is_whole, whole
 from ..leases import locks, tickets
 from ..leases.devices import Reservation
@@ -69,7 +71,7 @@ class GivingWay:
         files = files or [*folder.glob(f"{waiter.kind}-*")]
         holders = {file.name: locks.holder(file) for file in files}
         need = whole(waiter.holder.count) if is_whole(waiter.holder.count) else 1
-        need -= sum(holder is None for holder in holders.values())
+        need -= sum(_is_free(name, holder, waiter) for name, holder in holders.items())
         yielding = {one.number for one in holders.values() if one is not None and _yields(one, waiter)}
         for number in sorted(yielding, reverse=True):
             if need <= 0:
@@ -81,9 +83,16 @@ class GivingWay:
         return False
 
 
+def _is_free(name: str, holder: Holder | None, waiter: Waiting) -> bool:
+    """Whether a device is free for a waiter, which holds it for a moment whenever it looks."""
+    if holder is not None:
+        return holder.number == waiter.holder.number
+    return not (name.startswith("gpu-") and gpus.foreign_use(name.removeprefix("gpu-")))
+
+
 def _yields(holder: Holder, waiter: Waiting) -> bool:
     """Whether the holder of a device gives way to a waiter."""
-    return holder.gives_way == "all" or (holder.gives_way == "mine" and holder.user == waiter.holder.user)
+    return holder.gives_way == "all" or (holder.gives_way == "mine" and holder.uid == str(waiter.uid))
 
 
 def queue_again(run: Run, held: Reservation, reason: str) -> bool:
@@ -103,6 +112,8 @@ def queue_again(run: Run, held: Reservation, reason: str) -> bool:
         "seconds": before.get("seconds", 0.0),
         "last": (now := run_folder.now()),
     }
+    if held.wants is not None and held.lease is not None and not held.wants.count:  # as many as it had
+        held.wants = dataclasses.replace(held.wants, count=len(held.lease.devices))
     record_queued(run, reason, gave_way={**given, "since": now})
     held.is_queued, held.lease = True, None
     return True

@@ -21,7 +21,7 @@ from ..gpus import VISIBLE, seen_here
 from ..run import environment, folders, provenance, states
 from ..run.record import Record
 from ..run.run_folder import Lock, Run
-from ..signals import KEEPER, USER
+from ..signals import KEEPER, SWEEP, USER
 from . import mirrored
 from .request import ALONE, Launch, OpenedRun, Plan, Request, numbers_of, set_by_user
 
@@ -214,6 +214,7 @@ class Resume(_Launch):
         on_restart: For a script: its new arguments for restarts, as in `NewScript`; None: they stay.
         figures: For a script: where its figures are read from, as in `NewScript`; None: as before.
         cluster: The fields of nodes.Settings. None keeps the machines, {} uses only this one.
+        by_sweep: Whether the run is a trial that its sweep resumes.
         by_keeper: Whether the keeper resumes the run. Then whether it should is checked again with the lock held.
     """
 
@@ -221,6 +222,7 @@ class Resume(_Launch):
     on_restart: str | None = None
     figures: list[str] | None = None
     cluster: dict[str, Any] | None = None
+    by_sweep: bool = False
     by_keeper: bool = False
 
     def check(self) -> Plan:
@@ -283,14 +285,15 @@ class Resume(_Launch):
     def undo(self, run: Run, lock: Lock) -> None:
         from ..supervise import attempts
 
-        by = KEEPER if self.by_keeper else USER
+        by = KEEPER if self.by_keeper else SWEEP if self.by_sweep else USER
         attempts.record_end(run, states.STOPPED, reason="stopped (its resume was interrupted)", by=by)
         lock.release()
 
     def stop(self) -> None:
         from .stopping import stop_and_wait  # late: it imports much and is rarely needed
 
-        stop_and_wait(self.run, states.FOR_KEEPER if self.by_keeper else states.NOW)  # the keeper resumes it later
+        later = states.FOR_KEEPER if self.by_keeper else states.OF_SWEEP if self.by_sweep else ""
+        stop_and_wait(self.run, later or states.NOW)
 
 
 _LAUNCHES: Mapping[str, type[_Launch]] = {

@@ -11,9 +11,10 @@ from typing import Any
 from ..build import cores
 from ..errors import Refused, is_whole, whole
 from ..gpus import VISIBLE
-from ..leases import devices, tickets
+from ..leases import devices, locks, tickets
 from ..leases.devices import CORE, GPU, Device, Reservation, Wants
 from ..leases.locks import FOLDER, Holder, Unusable
+from ..leases.tickets import Ticket
 from ..run import environment, folders, states
 from ..run.record import Record
 from ..run.run_folder import Run
@@ -43,6 +44,7 @@ def reserve(launch: Launch, *, run: Run | None = None, record: Record | None = N
     launch.gives_way = launch.gives_way or asked.get("gives_way") or ""
     launch.ticket = launch.ticket or known.get("ticket") or time.time_ns()
     check_after(Path(launch.runs), launch.name, launch.after)
+    is_asked = launch.queue is not None or bool(known.get("queued"))
     if why := _takes_none(launch, record):
         if option := "gives-way" if launch.gives_way else "queue" if launch.queue else "after" if launch.after else "":
             raise Refused(f"--{option}: {why}; leave it out")
@@ -55,15 +57,20 @@ def reserve(launch: Launch, *, run: Run | None = None, record: Record | None = N
         if wants is None:
             return held
         if launch.queue is None:  # by the keeper, for example
-            launch.queue = wants.kind == GPU or bool(known.get("queued"))
-            launch.after = [*(known.get("after") or ())] if launch.queue else []
+            launch.queue = wants.kind == GPU or bool(known.get("queued") or asked.get("queue"))
+        if launch.queue and not launch.after:
+            launch.after = [*(known.get("after") or ())]
         if launch.after or (launch.queue and tickets.waiting(wants.kind)):
             held.is_queued = True
         else:
             _take(launch, held)
+        if held.is_queued and not launch.after:
+            note = note_of(launch.name, launch.gives_way, launch.ticket, wants)
+            held.ticket = Ticket(wants.kind, launch.ticket, Path(launch.runs) / launch.name, note)
     except (Unusable, OSError) as error:
-        if launch.queue:
+        if launch.queue and is_asked:
             raise Refused(f"--queue: {error}; set {FOLDER} to a folder that all users can write") from None
+        held.is_queued = False
         held.said.append(f"{error}, so other runs do not know of this one")
     return held
 
@@ -75,10 +82,13 @@ def facts(launch: Launch, held: Reservation, before: Mapping[str, Any]) -> dict[
         before: run.json of a run that is resumed: it keeps its place in the queue.
     """
     found = {
-        "wants": {"gpus": _asked_gpus(launch, before), "lease": launch.lease, "gives_way": launch.gives_way},
+        "wants": {"gpus": _asked_gpus(launch, before), "lease": launch.lease, "gives_way": launch.gives_way,
+                  "queue": bool(launch.queue)},
         "queued": held.is_queued, "after": launch.after,
         "ticket": launch.ticket,
     }  # fmt: skip
+    if before.get("gave_way"):
+        found["gave_way"] = {name: value for name, value in before["gave_way"].items() if name != "since"}
     if held.is_queued:
         what = f"waits for {', '.join(launch.after) or held.wants}"
         found |= {"state": states.QUEUED, "reason": what}
@@ -142,19 +152,46 @@ def check_way(launch: Launch, record: Mapping[str, Any]) -> None:
         )
 
 
+def check_waits(launch: Launch, record: Mapping[str, Any]) -> None:
+    """Check that a launch could wait in the queue, without taking anything.
+
+    Args:
+        record: What is known of its program, as in run.json.
+
+    Raises:
+        Refused: it could not.
+    """
+    check_way(launch, record)
+    if launch.lease:
+        try:
+            locks.folder()
+        except Unusable as problem:
+            raise locks.refuse(problem) from None
+        launch.queue = True
+        _wants_of(launch, {}, Reservation())
+
+
 def adapt(launch: Launch, held: Reservation, config: str) -> None:
     """Give back the GPUs of a run that turns out to train on the CPU, and take cores.
 
     Args:
         config: The text of its config.toml, which says so; '': unknown.
     """
-    if held.lease is not None and held.lease.kind == GPU and 'device = "cpu"' in config.splitlines():
+    wants, lines = held.wants, config.splitlines()
+    if wants is not None and wants.kind == CORE and 'device = "cuda"' in lines:
+        held.said.append("NVML does not show the GPUs of this run, so other runs do not know that it uses them")
+    if wants is None or wants.kind == CORE or 'device = "cpu"' not in lines:
+        return
+    every = devices.cores_here(cores.usable())
+    held.wants, launch.leased = Wants(CORE, every, min(max(wants.count, 1), len(every))), None
+    if held.lease is not None:
         held.lease.release()
-        every = devices.cores_here(cores.usable())
-        held.wants = Wants(CORE, every, min(max(held.wants.count, 1) if held.wants else 1, len(every)))
+    if held.ticket is not None:
+        held.ticket.leave()
+        held.ticket = None
+    if not held.is_queued:
         with contextlib.suppress(Unusable, OSError):
             _take(launch, held)
-        launch.leased = None
 
 
 def _takes_none(launch: Launch, record: Record | None) -> str:
@@ -239,7 +276,8 @@ def _take(launch: Launch, held: Reservation) -> None:
         if time.monotonic() > until:
             break
         time.sleep(0.1)
-    raise Refused(f"{', '.join(obstacles)}; to wait for {wants}: --queue; without a lease: --no-lease")
+    way = f"to wait for {wants}: {'' if launch.name else 'train launch with '}--queue"
+    raise Refused(f"{', '.join(obstacles)}; {way}; without a lease: --no-lease")
 
 
 def note_of(name: str, gives_way: str, ticket: int, wants: Wants | None = None) -> Holder:

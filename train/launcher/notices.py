@@ -26,6 +26,7 @@ from ..run.record import Record
 from ..run.run_folder import Run, now, seconds_of
 from ..run.spec import read_spec
 from ..screen import printable
+from ..signals import AFTER, KEEPER
 from ..webhooks import VARIABLE, Address, Answer, Message
 from . import keeper_sign, resumable
 
@@ -124,6 +125,9 @@ def due(record: Record, *, keeper_lives: bool) -> str:
         return ""
     is_back = keeper_lives and resumable.is_resumable(record) and resumable.keeper_may_start(record)
     rests = state == states.INTERRUPTED or states.rests_by_itself(record)
+    if state == states.STOPPED and record["stopped_by"] == KEEPER:  # the next keeper resumes it
+        return ""
+    rests |= state == states.STOPPED and record["stopped_by"] == AFTER
     if state not in (states.FINISHED, states.FAILED) and (not rests or is_back):
         return ""
     mark = f"{state} {record.get('ended') or 'attempt {}'.format(len(record['attempts']))}"

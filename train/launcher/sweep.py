@@ -22,6 +22,7 @@ from ..supervise import attempts
 from ..sweeps import kept
 from ..sweeps.kept import Sweep
 from ..sweeps.space import Parameters
+from . import leasing
 from .request import ALONE, Launch, Plan
 from .stopping import stop_and_wait
 
@@ -74,13 +75,16 @@ def prepare(sweep: Sweep, runs: Path, *, made: Callable[[dict[str, Any]], Launch
         plan = made(first).check()
     except Refused as error:
         raise Refused(str(error).replace(f"--{_METRIC}", "--metric") if sweep.metric else error) from None
+    leasing.check_waits(made(first), plan.record)
     is_on_cpu = is_task and plan.config.device == "cpu"
     free = 1 if is_on_cpu or "," in (sweep.launch["gpus"] or "") else here // plan.ranks
     at_once = sweep.at_once or max(free, 1)
-    metric, defaults = sweep.metric or "loss", {}
+    metric, defaults = sweep.metric or "loss", dict[str, str]()
     if is_task:
         _check_fields(sweep, runs, plan)
-        metric, defaults = sweep.metric or plan.config.checkpoint.best or "loss", {"checkpoint.keep": "1"}
+        metric, defaults = sweep.metric or plan.config.checkpoint.best or "loss", {}
+        if "checkpoint.keep" not in plan.record["set_by_user"]:
+            defaults["checkpoint.keep"] = "1"
         if "cpu_threads" in plan.record["chosen"]:
             defaults["cpu_threads"] = str(max(1, plan.config.cpu_threads // at_once))
     record = {name: plan.record[name] for name in _OF_CODE if name in plan.record}
@@ -170,9 +174,10 @@ def check_free(runs: Path, names: Iterable[str]) -> None:
 def stop_trials(run: Run, *, now: bool = False) -> list[str]:
     """Stop the trials of a sweep that run, and wait until they have ended. Returns their names.
 
-    Until the sweep is resumed, nothing resumes them.
+    Until the sweep is resumed, nothing resumes them, nor those whose processes have died.
     """
-    live = [one for one in kept.own_runs(run) if one.alive()]
+    every = kept.own_runs(run)
+    live = [one for one in every if one.alive()]
     for one in live:
         with contextlib.suppress(OSError):
             one.ask_stop(states.NOW if now else states.OF_SWEEP)
@@ -181,6 +186,12 @@ def stop_trials(run: Run, *, now: bool = False) -> list[str]:
         record = one.read()
         lock = one.acquire() if now and record["state"] == states.STOPPED else None
         if lock is not None:  # the request itself says that its user wants it to stay stopped
+            attempts.record_end(one, states.STOPPED, reason="stopped (with its sweep)", by=signals.SWEEP)
+            lock.release()
+    for one in every:
+        record = one.read_effective()
+        would_return = record["state"] in (states.INTERRUPTED, states.CREATED) or states.rests_by_itself(record)
+        if would_return and (lock := one.acquire()) is not None:
             attempts.record_end(one, states.STOPPED, reason="stopped (with its sweep)", by=signals.SWEEP)
             lock.release()
     return [one.name for one in live]

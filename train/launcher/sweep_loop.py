@@ -81,6 +81,8 @@ class Loop:
         self._noted: dict[str, Any] | None = None
         self._resumes: Counter[str] = Counter()
         """How often a trial was resumed because its processes were killed."""
+        self._retried: set[str] = set()
+        """Failed trials that were started again."""
         self._warned: set[str] = set()
         self._known: set[str] = set()
         """Trials whose end was printed."""
@@ -105,7 +107,7 @@ class Loop:
                 self._ended.clear()  # look at all once more: a user may have resumed one
                 continue
             is_fresh = False
-            if todo and sum(one.is_live for one in trials) < self._sweep.at_once:
+            if todo and sum(one.is_live and not self._is_open(one) for one in trials) < self._sweep.at_once:
                 if edited := changes.changed(self._sweep.files):
                     way = f"put it back, then: train resume {self._run.name}; or start another sweep"
                     stop_trials(self._run)
@@ -128,6 +130,8 @@ class Loop:
         trials = []
         for name in self._sweep.trials:
             one = self._ended.get(name) or kept.look(self._run.path.parent, name, self._sweep, refused=refused)
+            if one.state in (states.RUNNING, states.FINISHED):  # a refusal may have met a moment between two states
+                self._refusals.pop(name, None)
             if not (one.is_live or self._is_open(one)):
                 self._ended[name] = one
             trials.append(one)
@@ -137,14 +141,15 @@ class Loop:
         """Whether a trial is to be started, or started again."""
         if one.state == WAITING:
             return True
-        if one.record is None:
+        if one.record is None or self._refusals[one.name] >= _TRIES:
             return False
         if one.state == states.INTERRUPTED:
             return self._resumes[one.name] < KEEPER_TRIES
         if one.state == states.CREATED:  # killed before its first attempt
             return not Run(self._run.path.parent / one.name).alive()
         if one.state == states.FAILED:
-            return len(one.record["attempts"]) <= self._sweep.retry.get(one.name, -1)
+            is_wanted = len(one.record["attempts"]) <= self._sweep.retry.get(one.name, -1)
+            return is_wanted and one.name not in self._retried
         return states.rests_by_itself(one.record) or one.record["stopped_by"] == signals.SWEEP
 
     def _start(self, one: Trial) -> None:
@@ -162,9 +167,10 @@ class Loop:
                 warnings = start_trial(sweep, runs, name, lambda: self._stop.asked)
             else:
                 self._resumes[name] += one.state == states.INTERRUPTED
-                warnings = Resume(runs=str(runs), name=name, queue=bool(self._sweep.launch["lease"])).start(
-                    lambda: self._stop.asked
-                )
+                self._retried |= {name} if one.has_failed else set()
+                warnings = Resume(
+                    runs=str(runs), name=name, queue=bool(self._sweep.launch["lease"]), by_sweep=True
+                ).start(lambda: self._stop.asked)
         except tmux.Cancelled:
             return
         except Refused as error:

@@ -7,14 +7,14 @@ import functools
 import time
 from collections.abc import Callable, Iterable
 
-from ..errors import Refused
+from ..errors import Refused, one_line
 from ..leases import devices
 from ..leases.devices import GPU
 from ..leases.locks import Unusable
 from ..leases.tickets import Ticket
 from ..run import states
 from ..run.run_folder import Run
-from ..signals import SIGNAL, USER, StopRequest
+from ..signals import AFTER, SIGNAL, USER, StopRequest
 from ..supervise.attempts import record_end
 from . import create_run, giving_way, leasing, notices
 from .launches import Resume
@@ -47,7 +47,9 @@ def wait(opened: OpenedRun, after: Iterable[str], stop: StopRequest, say: Callab
     def look() -> None:
         if wanted := run.stop_asked():
             raise _Over(
-                states.STOPPED, f"stopped ({states.WHO.get(wanted, wanted)}) while it waited", states.BY[wanted]
+                states.STOPPED,
+                f"stopped ({states.WHO.get(wanted, wanted)}) while it waited",
+                states.BY.get(wanted, USER),
             )
         if stop.asked:
             raise _Over(states.STOPPED, f"stopped ({stop.reason}) while it waited", stop.by or SIGNAL)
@@ -61,12 +63,15 @@ def wait(opened: OpenedRun, after: Iterable[str], stop: StopRequest, say: Callab
         is_gpu = held.lease is not None and held.lease.kind == GPU
         again = Resume(
             runs=str(run.path.parent), name=run.path.name, by_keeper=True,
+            nproc=None if run.read()["attempts"] or held.wants is None or held.wants.count else "auto",
             leased=held.lease.visible if held.lease is not None and is_gpu else None,
         )  # fmt: skip
         giving_way.count_seconds(run)
         return create_run.at_its_turn(again, opened, look)
     except _Over as over:
         end = over
+    except OSError as error:
+        end = _Over(states.STOPPED, f"stopped, because it could not start at its turn: {one_line(error)}", SIGNAL)
     except Refused as error:
         end = _Over(states.FAILED, f"cannot start at its turn: {error}", None)
     record_end(run, end.state, reason=end.reason, by=end.by)
@@ -100,9 +105,11 @@ def _wait_for_runs(run: Run, after: Iterable[str], look: Callable[[], None], tel
             try:
                 record = other.read_effective()
             except (OSError, Refused):
-                raise _Over(states.STOPPED, f"stopped, because {name}, for which it waited, is gone", USER) from None
+                if not other.is_gone():
+                    continue  # it cannot be read now
+                raise _Over(states.STOPPED, f"stopped, because {name}, for which it waited, is gone", AFTER) from None
             if why := leasing.why_never(record):
-                raise _Over(states.STOPPED, f"stopped, because {why}, for which it waited", USER)
+                raise _Over(states.STOPPED, f"stopped, because {why}, for which it waited", AFTER)
             if record["state"] == states.FINISHED:
                 left.remove(name)
                 run.note(after=left)
@@ -118,7 +125,7 @@ def _wait_for_turn(opened: OpenedRun, look: Callable[[], None], tell: _Told) -> 
     assert wants is not None
     asked, number = record.get("wants") or {}, record["ticket"]
     note = functools.partial(leasing.note_of, run.name, asked.get("gives_way") or "", number)
-    ticket: Ticket | None = None
+    ticket = held.ticket
     try:
         while True:
             try:
@@ -138,6 +145,7 @@ def _wait_for_turn(opened: OpenedRun, look: Callable[[], None], tell: _Told) -> 
                 tell(f"waits for {wants}: the queue cannot be read: {error}")
             _sleep(look)
     finally:
+        held.ticket = None
         if ticket is not None:
             with contextlib.suppress(OSError):
                 ticket.leave()

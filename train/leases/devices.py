@@ -6,6 +6,7 @@ which is the same in all containers; a core has no identity, so its file is one 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import datetime
 import os
@@ -16,6 +17,7 @@ from .. import gpus
 from ..errors import Refused, is_whole, whole
 from . import locks
 from .locks import Holder
+from .tickets import Ticket
 
 SLOTS = "TRAIN_SLOTS"
 """Environment variable with the number of cores that can be leased."""
@@ -77,8 +79,9 @@ class Lease:
         """Say that the files are in use, now and then: some systems remove old files in /tmp."""
         if time.monotonic() > self.touch_at:
             self.touch_at = time.monotonic() + _TOUCH_EVERY
-            for fd in self.fds:
-                os.utime(fd)
+            with contextlib.suppress(OSError):
+                for fd in self.fds:
+                    os.utime(fd)
 
     def release(self) -> None:
         """Close this process's copies."""
@@ -97,8 +100,16 @@ class Reservation:
     """None: it holds nothing yet."""
     is_queued: bool = False
     """Whether it waits in the queue."""
+    ticket: Ticket | None = None
+    """Its place there, from before its check on, so that nobody passes meanwhile; None: it has none yet."""
     said: list[str] = dataclasses.field(default_factory=list)
     """Warnings for its user."""
+
+    def look(self) -> None:
+        """Say that the waiter is awake. Called several times a second during a check."""
+        if self.ticket is not None:
+            with contextlib.suppress(OSError, locks.Unusable):
+                self.ticket.look()
 
 
 def of_gpu(uuid: str, number: int) -> Device:
@@ -146,7 +157,11 @@ def take(wants: Wants, note: Holder) -> tuple[Lease | None, list[str]]:
         for device in wants.devices:
             if wants.count and len(lease.fds) == wants.count:
                 break
-            fd = locks.hold(folder / device.key, note)
+            try:
+                fd = locks.hold(folder / device.key, note)
+            except OSError as error:
+                obstacles.append(f"{device.label} cannot be reserved ({folder / device.key}: {error.strerror})")
+                continue
             if fd is None:
                 obstacles.append(held(device.label, device.holder() or Holder()))
                 continue
@@ -168,7 +183,7 @@ def take(wants: Wants, note: Holder) -> tuple[Lease | None, list[str]]:
 def held(label: str, holder: Holder) -> str:
     """Return who holds a device, as a part of a message."""
     about = ", ".join(filter(None, [holder.run, f"since {clock(holder.since)}" if clock(holder.since) else ""]))
-    return f"{label} is held by {holder.user or 'somebody'}{f' ({about})' if about else ''}"
+    return f"{label} is held by {holder.who}{f' ({about})' if about else ''}"
 
 
 def clock(stamp: str) -> str:

@@ -44,6 +44,8 @@ class Holder:
     run: str = ""
     since: str = ""
     """Time of day, ISO 8601 in UTC."""
+    uid: str = ""
+    """Number of the user on the host and in stations, where names may be equal."""
     station: str = ""
     """Name of the machine or station."""
     wants: str = ""
@@ -60,7 +62,13 @@ class Holder:
     @classmethod
     def of(cls, run: str, **more: str) -> Holder:
         """Return the note of this process, for a run."""
-        return cls(environment.user(), run, run_folder.now(), socket.gethostname(), **more)
+        return cls(environment.user(), run, run_folder.now(), str(os.geteuid()), socket.gethostname(), **more)
+
+    @property
+    def who(self) -> str:
+        """The user, and the station if that is another one."""
+        elsewhere = f"@{self.station}" if self.station and self.station != socket.gethostname() else ""
+        return f"{self.user or 'somebody'}{elsewhere}"
 
     def to_bytes(self) -> bytes:
         return json.dumps(dataclasses.asdict(self)).encode()
@@ -69,7 +77,7 @@ class Holder:
     def from_bytes(cls, content: bytes) -> Holder:
         """Return the holder in a note. Anybody can write notes, so what is no short text is left out."""
         found: Any = None
-        with contextlib.suppress(ValueError):
+        with contextlib.suppress(ValueError, RecursionError):
             found = json.loads(content)
         known = found if isinstance(found, dict) else {}
         texts = {field.name: known.get(field.name) for field in dataclasses.fields(cls)}
@@ -87,23 +95,36 @@ def folder() -> Path:
         Unusable: it cannot be used.
     """
     given = os.environ.get(FOLDER)
+    if given and not Path(given).is_absolute():
+        raise Unusable(f"no GPU or core can be reserved ({FOLDER}={given} is no absolute path)")
     problem = ""
     for one in (Path(given),) if given else _USUAL:
         try:
             _make(one)
-            if not stat.S_ISDIR(one.lstat().st_mode) or not os.access(one, os.W_OK | os.X_OK):
-                raise OSError(errno.EACCES, os.strerror(errno.EACCES))
-            return one
+            if not stat.S_ISDIR(one.lstat().st_mode):
+                raise OSError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
         except OSError as error:
             problem = f"{one}: {error.strerror}"
+            if not os.path.lexists(one):
+                continue  # it cannot be made here
+        else:
+            if os.access(one, os.W_OK | os.X_OK):
+                return one
+            problem = f"{one}: {os.strerror(errno.EACCES)}"
+        break  # others use it, so another folder would exclude nobody
     raise Unusable(f"no GPU or core can be reserved ({problem})")
 
 
 def _make(one: Path) -> None:
     """Make a folder in which every user can make files, but not remove those of others."""
+    if os.path.lexists(one):
+        return
     with contextlib.suppress(FileExistsError):
-        one.mkdir()
-        one.chmod(0o1777)  # mkdir obeys the umask
+        before = os.umask(0)
+        try:
+            one.mkdir(0o1777)  # in one step, because others may look at once
+        finally:
+            os.umask(before)
 
 
 def hold(file: Path, note: Holder) -> int | None:
@@ -119,9 +140,10 @@ def hold(file: Path, note: Holder) -> int | None:
             if not _take(fd):
                 os.close(fd)
                 return None
-            os.ftruncate(fd, 0)
-            os.pwrite(fd, note.to_bytes(), 0)
-            os.utime(fd)  # some systems remove old files
+            with contextlib.suppress(OSError):  # a full disk; the note only informs
+                os.ftruncate(fd, 0)
+                os.pwrite(fd, note.to_bytes(), 0)
+                os.utime(fd)  # some systems remove old files
             with contextlib.suppress(FileNotFoundError):
                 if os.path.samestat(os.fstat(fd), file.stat()):
                     return fd

@@ -53,6 +53,8 @@ def effective(record: Record, is_alive: bool, *, was_started_here: Callable[[], 
         record["owner"] = other_user
     # at a resume a run is recorded as created for a moment
     was_running = record["state"] == RUNNING or (record["state"] == CREATED and bool(record["attempts"]))
+    if record["state"] == STOPPED and record["stopped_by"] == signals.WAY and is_alive:
+        record |= {"state": QUEUED, "reason": record.get("reason") or ""}  # for a moment, until its agent has queued it
     if record["state"] == QUEUED and not is_alive:
         record |= {"state": INTERRUPTED, "reason": f"killed while it waited; to wait again: {_again(record)} --queue"}
     elif was_running and not is_alive:
@@ -73,5 +75,6 @@ def _again(record: Record) -> str:
 
 
 def rests_by_itself(record: Record) -> bool:
-    """Whether a run was stopped by something other than its user and its sweep."""
-    return record["state"] == STOPPED and record["stopped_by"] not in (signals.USER, signals.CTRL_C, signals.SWEEP)
+    """Whether a run was stopped by something other than its user, its sweep, or a run for which it waited."""
+    for_good = signals.USER, signals.CTRL_C, signals.SWEEP, signals.AFTER
+    return record["state"] == STOPPED and record["stopped_by"] not in for_good

@@ -93,13 +93,21 @@ class Space:
     def cells(self) -> list[Parameters]:
         """Return the parameters of all trials, in the order of their numbers. Those that repeat a cell are together."""
         if self.search:
-            firsts: Iterable[Parameters] = (self._draw(number) for number in range(1, self.draws + 1))
+            firsts: Iterable[Parameters] = self._drawn()
         else:
             firsts = _product(self.grid)
         return [first | more for first in firsts for more in _product(self.repeat)]
 
-    def _draw(self, number: int) -> Parameters:
-        """Return what is drawn under this number, from 1: a function of the seed and the number alone."""
+    def _drawn(self) -> list[Parameters]:
+        """Return what is drawn, each cell once: number n, from 1, is a function of the seed and n alone."""
+        found: list[Parameters] = []
+        for number in range(1, self.draws + 1):
+            again = (self._draw(f"{number}" if not tries else f"{number}-{tries}") for tries in itertools.count())
+            found.append(next(cell for cell in again if cell not in found))
+        return found
+
+    def _draw(self, number: str) -> Parameters:
+        """Return what is drawn under this number."""
         chance = random.Random(f"{self.seed}-{number}")
         drawn = {name: _Drawn.read(name, self.search[name]).draw(chance) for name in sorted(self.search)}
         return {name: drawn[name] for name in self.search}

@@ -185,10 +185,15 @@ def _mean(
     steps = sorted(set.intersection(*map(set, known)))
     means = [statistics.fmean(line[step] for line in known) for step in steps]
     if panel and len(known) > 1:
-        ends = [statistics.stdev(line[step] for line in known) for step in steps]
+        ends = [_deviation([line[step] for line in known]) for step in steps]
         lows, highs = ([mean + sign * end for mean, end in zip(means, ends, strict=True)] for sign in (-1, 1))
         curves.spreads[panel] = steps, lows, highs
     return array("d", steps), array("d", means)
+
+
+def _deviation(values: list[float]) -> float:
+    """Return the deviation of a sample; nan if a value is none."""
+    return statistics.stdev(values) if all(map(math.isfinite, values)) else math.nan
 
 
 def plot(runs: list[Run], target: Path, by: Sequence[str] = ()) -> list[str]:
@@ -226,9 +231,13 @@ def picture(runs: list[Run], by: Sequence[str] = ()) -> tuple[Any, list[str]]:
         name = screen.printable(one.name)
         curves = Curves(name, _colour(number, len(runs)), screen.printable(advice[number]), own[number])
         drawn.append(curves.read(one.run))
-    for curves, one in zip(drawn, found, strict=True):
-        if not curves.panels:
+    with_lines = [(one, curves) for one, curves in zip(found, drawn, strict=True) if curves.panels]
+    for one, curves in zip(found, drawn, strict=True):
+        if not curves.panels and not (with_lines and one.record.get("trial_of")):
             raise Refused(f"{curves.name} has no metrics to draw yet; {one.program.get_figures(curves.name)}")
+        if not curves.panels:
+            screen.remark(f"{curves.name} has no metrics yet, so it is left out")
+    found, drawn = [one for one, _ in with_lines], [curves for _, curves in with_lines]
 
     if by:
         drawn = _by(found, drawn, by)
