@@ -168,7 +168,7 @@ def test_metrics_become_a_table_of_pandas(finished: Station) -> None:
 def test_a_run_shows_what_the_command_line_shows(
     finished: Station, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    (run,) = train.runs("do*", state=["finished", "failed"], runs=finished.runs)
+    (run,) = train.runs("don*", state=["finished", "failed"], runs=finished.runs)
     assert (run.name, run.state, run.folder) == ("done", "finished", finished.runs / "done")
     assert repr(run) == "<Run done: finished, step 46/46>" and run == train.find("done", runs=finished.runs)
     assert run.metrics == finished.metrics("done") and run.record["weights_sha256"]

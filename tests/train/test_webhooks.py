@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests.train.hooks import Hook, hook
+from tests.waiting import eventually
 from train import webhooks
 from train.errors import Refused
 from train.webhooks import Answer, Message
@@ -165,4 +166,5 @@ def test_a_command_that_fails_hangs_or_reads_nothing(tmp_path: Path, monkeypatch
     began = time.monotonic()
     answer = webhooks.send(webhooks.parse("sleep 300 & echo $! >pid; wait", "--notify"), TOLD, str(tmp_path))
     assert answer == (False, "the command did not end within 0.5 s and was killed") and time.monotonic() - began < 60
-    assert not Path(f"/proc/{(tmp_path / 'pid').read_text().strip()}/cwd").exists()
+    left = Path(f"/proc/{(tmp_path / 'pid').read_text().strip()}/cwd")
+    eventually("the killed process is gone", lambda: not left.exists())

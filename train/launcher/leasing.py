@@ -66,7 +66,7 @@ def reserve(launch: Launch, *, run: Run | None = None, record: Record | None = N
             _take(launch, held)
         if held.is_queued and not launch.after:
             note = note_of(launch.name, launch.gives_way, launch.ticket, wants)
-            held.ticket = Ticket(wants.kind, launch.ticket, Path(launch.runs) / launch.name, note)
+            held.ticket = Ticket(wants.kind, launch.ticket, Path(launch.runs) / launch.name, note=note)
     except (Unusable, OSError) as error:
         if launch.queue and is_asked:
             raise Refused(f"--queue: {error}; set {FOLDER} to a folder that all users can write") from None

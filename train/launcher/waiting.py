@@ -132,7 +132,7 @@ def _wait_for_turn(opened: OpenedRun, look: Callable[[], None], tell: _Told) -> 
                 if ticket is not None and not ticket.is_there():  # somebody has emptied the folder
                     ticket.leave()
                     ticket = None
-                ticket = ticket or Ticket(wants.kind, number, run.path, note(wants))
+                ticket = ticket or Ticket(wants.kind, number, run.path, note=note(wants))
                 before = ticket.look()
                 if not before:
                     held.lease, obstacles = devices.take(wants, note())

@@ -90,7 +90,7 @@ class Lease:
         self.fds = []
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(kw_only=True)
 class Reservation:
     """What a launch holds, or waits for."""
 

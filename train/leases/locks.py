@@ -36,7 +36,7 @@ class Unusable(Exception):
     """There is no folder for leases. The text says why."""
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Holder:
     """Who holds a lock, by the note in its file. Every text may be '': unknown."""
 
@@ -62,7 +62,10 @@ class Holder:
     @classmethod
     def of(cls, run: str, **more: str) -> Holder:
         """Return the note of this process, for a run."""
-        return cls(environment.user(), run, run_folder.now(), str(os.geteuid()), socket.gethostname(), **more)
+        return cls(
+            user=environment.user(), run=run, since=run_folder.now(), uid=str(os.geteuid()),
+            station=socket.gethostname(), **more,
+        )  # fmt: skip
 
     @property
     def who(self) -> str:

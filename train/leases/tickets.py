@@ -46,7 +46,7 @@ class Ticket:
         Unusable, OSError: the folder cannot be used.
     """
 
-    def __init__(self, kind: str, number: int, run: Path, note: Holder) -> None:
+    def __init__(self, kind: str, number: int, run: Path, *, note: Holder) -> None:
         of_run = hashlib.sha256(os.fsencode(run)).hexdigest()[:8]
         name = f"ticket-{kind}-{int(bool(note.gives_way))}-{number:020d}-{os.geteuid()}-{of_run}"
         self.kind, self.file = kind, locks.folder() / name

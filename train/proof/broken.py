@@ -222,7 +222,7 @@ class Breaker:
         if not keys:
             raise Failed(f"{self.run.name} holds no GPU or core, so it cannot give way; leave --no-lease out")
         note = Holder.of(f"the proof of {self.run.name}", wants="its turn", count="1", among=" ".join(keys))
-        ticket = Ticket(keys[0].partition("-")[0], 0, self.run.path, note)
+        ticket = Ticket(keys[0].partition("-")[0], 0, self.run.path, note=note)
         try:
             while self.run.alive() and self.run.read()["state"] != states.QUEUED:
                 ticket.look()

@@ -98,8 +98,8 @@ def test_a_folder_that_cannot_be_used_is_told(tmp_path: Path, monkeypatch: pytes
 
 
 def test_tickets_order_and_a_waiter_that_does_not_look_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    late = Ticket(CORE, 20, Path("/runs/late"), Holder.of("late", wants="1 core"))
-    early = Ticket(CORE, 10, Path("/runs/early"), Holder.of("early", wants="2 cores"))
+    late = Ticket(CORE, 20, Path("/runs/late"), note=Holder.of("late", wants="1 core"))
+    early = Ticket(CORE, 10, Path("/runs/early"), note=Holder.of("early", wants="2 cores"))
     assert [one.holder.run for one in late.look()] == ["early"] and early.look() == []
     assert [one.holder.run for one in tickets.waiting()] == ["early", "late"] and tickets.waiting("gpu") == []
     before = time.time() - 60
@@ -115,7 +115,7 @@ def test_tickets_order_and_a_waiter_that_does_not_look_is_passed_over(monkeypatc
 
 
 def test_a_ticket_of_a_dead_waiter_does_not_count(shared: Path) -> None:
-    os.waitpid(_forked(lambda: Ticket(CORE, 1, Path("/runs/dead"), Holder.of("dead", wants="1 core"))), 0)
+    os.waitpid(_forked(lambda: Ticket(CORE, 1, Path("/runs/dead"), note=Holder.of("dead", wants="1 core"))), 0)
     assert list(shared.glob("ticket-*"))
     assert tickets.waiting() == [] and not list(shared.glob("ticket-*"))
 
@@ -125,7 +125,7 @@ def test_many_waiters_get_their_turns_in_order_and_never_too_many_at_once(tmp_pa
     chance, pids = random.Random(3), []
 
     def live(number: int, wanted: int, pause: float) -> None:
-        ticket = Ticket(CORE, number, Path(f"/runs/{number}"), Holder.of(str(number)))
+        ticket = Ticket(CORE, number, Path(f"/runs/{number}"), note=Holder.of(str(number)))
         time.sleep(0.3)  # until all are there
         while ticket.look() or (lease := devices.take(_cores(wanted), Holder.of(str(number)))[0]) is None:
             time.sleep(0.002)
