@@ -34,8 +34,9 @@ from train.launcher import resumable
 from train.run import folders
 found = {True: [], False: []}
 for run in folders.every_here(pathlib.Path(os.environ["TRAIN_RUNS"])):
-    if resumable.is_resumable(run):
-        found[resumable.keeper_may_start(run.read())].append(run.name)
+    record = run.read_effective()
+    if resumable.is_resumable(record):
+        found[resumable.keeper_may_start(record)].append(run.name)
 if found[True]:
     print("saved, and resumed by the keeper with the code in their folders:", *found[True])
 if found[False]:
