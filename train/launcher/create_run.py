@@ -50,9 +50,9 @@ def create(
     runs = Path(launch.runs)
     _check_variables(launch.machines())
     held = leasing.reserve(launch)
-    zygote, plan = check_in_fork(launch, program, held.look)
+    zygote, plan = check_in_fork(launch, program, held.touch)
     leasing.check_way(launch, plan.record)
-    leasing.adapt(launch, held, _config_of(plan))
+    leasing.adapt(launch, held, plan)
     if source is not None:  # copy from the folder that was checked, even if another folder has its name now
         plan.copies = {name: source.folder / path.relative_to(source.path) for name, path in plan.copies.items()}
     _outlive_terminal()
@@ -116,13 +116,13 @@ def _reopen(launch: Launch, run: Run, lock: Lock, environ: Mapping[str, str], by
     held = leasing.reserve(launch, run=run, record=record)
 
     def look() -> None:
-        held.look()
+        held.touch()
         if wanted := run.stop_asked():
             raise Refused(f"{run.name} was stopped while its resume was checked ({states.WHO.get(wanted, wanted)})")
 
     zygote, plan = check_in_fork(launch, programs.of_record(record), look)
     leasing.check_way(launch, {**record, **plan.record})
-    leasing.adapt(launch, held, _config_of(plan))
+    leasing.adapt(launch, held, plan)
     _outlive_terminal()
     ranks_and_gpus.see(plan.visible)
     listening = _listen(machines)
@@ -175,13 +175,8 @@ def at_its_turn(launch: Launch, opened: OpenedRun, look: Callable[[], None]) -> 
 
 
 def _opened(run: Run, lock: Lock, held: Reservation, **more: Any) -> OpenedRun:
-    lock.leases = held.lease.fds if held.lease is not None else []
+    lock.leases = held.fds
     return OpenedRun(run=run, spec=read_spec(run), lock=lock, held=held, **more)
-
-
-def _config_of(plan: Plan) -> str:
-    text = plan.files.get("config.toml", "")
-    return text if isinstance(text, str) else ""
 
 
 def check_in_fork(

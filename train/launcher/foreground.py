@@ -55,17 +55,16 @@ def run(new: NewRun, is_spawned: bool) -> int:
             raise Refused("torchrun has started the ranks already; leave out --spawn")
         return _under_torchrun(new)
     held = leasing.reserve(new)
-    for line in held.said:
-        screen.remark(f"warning: {line}")
     with doing.noted() as notes:
         zygote, plan = check_in_fork(new, meanwhile=doing.Waiting(new.name, notes, screen.remark).look)
-    text = plan.files.get("config.toml", "")
-    leasing.adapt(new, held, text if isinstance(text, str) else "")
+    leasing.adapt(new, held, plan)
+    for line in held.said:
+        screen.remark(f"warning: {line}")
     _, where = notices.of_launch(None, os.environ)
     made = _create(new, plan, plan.record | where).held()
     lock = made.acquire()
     assert lock is not None  # the folder is new
-    lock.leases = held.lease.fds if held.lease is not None else []
+    lock.leases = held.fds
     ranks_and_gpus.see(plan.visible)
     stop = StopRequest((*POLITE, signal.SIGHUP))
     spec, first = read_spec(made), made.name

@@ -102,7 +102,7 @@ def queue_again(run: Run, held: Reservation, reason: str) -> bool:
         reason: What it gave way to.
     """
     record, asked = run.read(), proving.asked()
-    if record["state"] != states.STOPPED or record["stopped_by"] != WAY:
+    if not states.gives_way(record):
         return False
     if asked is not None and record["step"] >= asked.stop:  # it was about to stop anyway
         return False

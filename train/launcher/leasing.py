@@ -19,7 +19,7 @@ from ..run import environment, folders, states
 from ..run.record import Record
 from ..run.run_folder import Run
 from . import ranks_and_gpus
-from .request import Launch
+from .request import Launch, Plan
 
 _FEW = 16
 """Maximum number of devices that a ticket names."""
@@ -171,19 +171,14 @@ def check_waits(launch: Launch, record: Mapping[str, Any]) -> None:
         _wants_of(launch, {}, Reservation())
 
 
-def adapt(launch: Launch, held: Reservation, config: str) -> None:
-    """Give back the GPUs of a run that turns out to train on the CPU, and take cores.
-
-    Args:
-        config: The text of its config.toml, which says so; '': unknown.
-    """
-    wants, lines = held.wants, config.splitlines()
+def adapt(launch: Launch, held: Reservation, plan: Plan) -> None:
+    """Give back the GPUs of a run that turns out to train on the CPU, as its config.toml says, and take cores."""
+    wants, lines = held.wants, str(plan.files.get("config.toml", "")).splitlines()
     if wants is not None and wants.kind == CORE and 'device = "cuda"' in lines:
         held.said.append("NVML does not show the GPUs of this run, so other runs do not know that it uses them")
     if wants is None or wants.kind == CORE or 'device = "cpu"' not in lines:
         return
-    every = devices.cores_here(cores.usable())
-    held.wants, launch.leased = Wants(CORE, every, min(max(wants.count, 1), len(every))), None
+    held.wants, launch.leased = _of_cores(wants.count), None
     if held.lease is not None:
         held.lease.release()
     if held.ticket is not None:
@@ -236,14 +231,19 @@ def _wants_of(launch: Launch, record: Mapping[str, Any], held: Reservation) -> W
             held.said.append(f"{error} in {VISIBLE} cannot be leased, so other runs do not know of this one")
             return None
     if not here:
-        every = devices.cores_here(cores.usable())
-        return Wants(CORE, every, min(max(count, 1), len(every)))
+        return _of_cores(count)
     if launch.gpus is not None:
         return _of_gpus(launch.gpus, here)
     if (asked := _asked_gpus(launch, record)) is not None:
         with contextlib.suppress(Refused):  # the machine has changed; the check says what is missing
             return _of_gpus(asked, here)
     return Wants(GPU, here, min(count, len(here)))
+
+
+def _of_cores(ranks: int) -> Wants:
+    """Return what a run on the CPU wants: a core for each rank, as far as there are so many."""
+    every = devices.cores_here(cores.usable())
+    return Wants(CORE, every, min(max(ranks, 1), len(every)))
 
 
 def _of_gpus(text: str, here: list[Device]) -> Wants:
@@ -261,7 +261,7 @@ def _take(launch: Launch, held: Reservation) -> None:
         held.lease, obstacles = devices.take(wants, note)
         before = tickets.waiting(GPU) if held.lease is not None and wants.kind == GPU and not launch.queue else []
         if held.lease is not None and not before:
-            launch.leased = held.lease.visible if wants.kind == GPU else None
+            launch.leased = held.lease.visible
             return
         if launch.queue:
             held.is_queued = True

@@ -183,15 +183,13 @@ def stop_trials(run: Run, *, now: bool = False) -> list[str]:
             one.ask_stop(states.NOW if now else states.OF_SWEEP)
     for one in live:
         stop_and_wait(one, states.NOW if now else states.OF_SWEEP)
-        record = one.read()
-        lock = one.acquire() if now and record["state"] == states.STOPPED else None
-        if lock is not None:  # the request itself says that its user wants it to stay stopped
-            attempts.record_end(one, states.STOPPED, reason="stopped (with its sweep)", by=signals.SWEEP)
-            lock.release()
+    names = [one.name for one in live]
     for one in every:
         record = one.read_effective()
-        would_return = record["state"] in (states.INTERRUPTED, states.CREATED) or states.rests_by_itself(record)
-        if would_return and (lock := one.acquire()) is not None:
+        is_changed = record["state"] in (states.INTERRUPTED, states.CREATED) or states.rests_by_itself(record)
+        # NOW itself says that its user wants it to stay stopped
+        is_changed |= now and one.name in names and record["state"] == states.STOPPED
+        if is_changed and (lock := one.acquire()) is not None:
             attempts.record_end(one, states.STOPPED, reason="stopped (with its sweep)", by=signals.SWEEP)
             lock.release()
-    return [one.name for one in live]
+    return names

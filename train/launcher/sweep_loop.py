@@ -13,7 +13,7 @@ import os
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ from ..run.outcome import Kind, Outcome
 from ..run.run_folder import Run
 from ..signals import StopRequest
 from ..sweeps import kept
-from ..sweeps.kept import WAITING, Metric, Sweep, Trial
+from ..sweeps.kept import WAITING, Metric, Trial
 from . import tmux
 from .launches import Resume, from_json
 from .sweep import launch_of, stop_trials
@@ -55,15 +55,6 @@ def main() -> None:
     if threads := kept.read(run).threads:
         os.environ.setdefault("OMP_NUM_THREADS", str(threads))
     sys.exit(Loop(run, attempt, stop).keep())
-
-
-def start_trial(sweep: Sweep, runs: Path, name: str, cancelled: Callable[[], bool]) -> list[str]:
-    """Start a trial that was not launched yet. Returns warnings.
-
-    Raises:
-        Refused: it cannot be started.
-    """
-    return from_json(launch_of(sweep, runs, name)).start(cancelled)
 
 
 class Loop:
@@ -164,7 +155,7 @@ class Loop:
                 copy = self._run.path / "task.py"  # the user may have edited the file since
                 more = {"copy": str(copy)} if copy.exists() else {}
                 sweep = dataclasses.replace(self._sweep, launch={**self._sweep.launch, **more})
-                warnings = start_trial(sweep, runs, name, lambda: self._stop.asked)
+                warnings = from_json(launch_of(sweep, runs, name)).start(lambda: self._stop.asked)
             else:
                 self._resumes[name] += one.state == states.INTERRUPTED
                 self._retried |= {name} if one.has_failed else set()

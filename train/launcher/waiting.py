@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable
 
 from ..errors import Refused, one_line
 from ..leases import devices
-from ..leases.devices import GPU
 from ..leases.locks import Unusable
 from ..leases.tickets import Ticket
 from ..run import states
@@ -59,12 +58,11 @@ def wait(opened: OpenedRun, after: Iterable[str], stop: StopRequest, say: Callab
         _wait_for_runs(run, after, look, tell)
         _wait_for_turn(opened, look, tell)
         held = opened.held
-        opened.lock.leases = held.lease.fds if held.lease is not None else []
-        is_gpu = held.lease is not None and held.lease.kind == GPU
+        opened.lock.leases = held.fds
         again = Resume(
             runs=str(run.path.parent), name=run.path.name, by_keeper=True,
             nproc=None if run.read()["attempts"] or held.wants is None or held.wants.count else "auto",
-            leased=held.lease.visible if held.lease is not None and is_gpu else None,
+            leased=held.lease.visible if held.lease is not None else None,
         )  # fmt: skip
         giving_way.count_seconds(run)
         return create_run.at_its_turn(again, opened, look)

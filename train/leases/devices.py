@@ -71,9 +71,9 @@ class Lease:
     touch_at: float = 0.0
 
     @property
-    def visible(self) -> str:
-        """The value of CUDA_VISIBLE_DEVICES for the ranks."""
-        return ",".join(device.visible for device in self.devices)
+    def visible(self) -> str | None:
+        """The value of CUDA_VISIBLE_DEVICES for the ranks; None: it holds cores."""
+        return ",".join(device.visible for device in self.devices) if self.kind == GPU else None
 
     def touch(self) -> None:
         """Say that the files are in use, now and then: some systems remove old files in /tmp."""
@@ -105,11 +105,16 @@ class Reservation:
     said: list[str] = dataclasses.field(default_factory=list)
     """Warnings for its user."""
 
-    def look(self) -> None:
+    @property
+    def fds(self) -> list[int]:
+        """The open files by which it holds its devices."""
+        return self.lease.fds if self.lease is not None else []
+
+    def touch(self) -> None:
         """Say that the waiter is awake. Called several times a second during a check."""
         if self.ticket is not None:
-            with contextlib.suppress(OSError, locks.Unusable):
-                self.ticket.look()
+            with contextlib.suppress(OSError):
+                self.ticket.touch()
 
 
 def of_gpu(uuid: str, number: int) -> Device:

@@ -56,13 +56,17 @@ class Ticket:
         self._fd = fd
         made.rename(self.file)  # locked from the first moment that others see it
 
+    def touch(self) -> None:
+        """Say that this waiter is awake. Raises OSError."""
+        os.utime(self._fd)
+
     def look(self) -> list[Waiting]:
         """Say that this waiter is awake. Returns those that are before it.
 
         Raises:
             OSError, Unusable: the folder cannot be used.
         """
-        os.utime(self._fd)
+        self.touch()
         return [one for one in waiting(self.kind) if one.file.name < self.file.name]
 
     def is_there(self) -> bool:

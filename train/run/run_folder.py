@@ -21,7 +21,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
-from .. import signals
 from ..errors import Refused
 from . import durable, heartbeat, ownership, states
 from .record import Attempt, Record, checked, other_format, shown
@@ -244,8 +243,7 @@ class Run:
     def read_effective(self, of_any_format: bool = False) -> Record:
         """Read run.json with the effective state, and the owner if that is another user. Errors as in `read`."""
         record = self.read(of_any_format)
-        gives_way = record["state"] == states.STOPPED and record["stopped_by"] == signals.WAY
-        is_open = gives_way or record["state"] in (states.RUNNING, states.CREATED, states.QUEUED)
+        is_open = states.gives_way(record) or record["state"] in (states.RUNNING, states.CREATED, states.QUEUED)
         is_alive = not is_open or self.alive()
         if not is_alive:
             record = self.read(of_any_format)  # the run may have ended between the two looks

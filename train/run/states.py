@@ -53,8 +53,8 @@ def effective(record: Record, is_alive: bool, *, was_started_here: Callable[[], 
         record["owner"] = other_user
     # at a resume a run is recorded as created for a moment
     was_running = record["state"] == RUNNING or (record["state"] == CREATED and bool(record["attempts"]))
-    if record["state"] == STOPPED and record["stopped_by"] == signals.WAY and is_alive:
-        record |= {"state": QUEUED, "reason": record.get("reason") or ""}  # for a moment, until its agent has queued it
+    if gives_way(record) and is_alive:
+        record["state"] = QUEUED  # for a moment, until its agent has queued it
     if record["state"] == QUEUED and not is_alive:
         record |= {"state": INTERRUPTED, "reason": f"killed while it waited; to wait again: {_again(record)} --queue"}
     elif was_running and not is_alive:
@@ -72,6 +72,11 @@ def effective(record: Record, is_alive: bool, *, was_started_here: Callable[[], 
 
 def _again(record: Record) -> str:
     return f"train resume {record['name']}"
+
+
+def gives_way(record: Record) -> bool:
+    """Whether a run has stopped by itself for another one. Its agent then queues it again."""
+    return record["state"] == STOPPED and record["stopped_by"] == signals.WAY
 
 
 def rests_by_itself(record: Record) -> bool:
