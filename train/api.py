@@ -101,7 +101,8 @@ def sweep(
         grid: Maps parameters to lists of values: {"optim.lr": [1e-4, 1e-3]}.
         search: Maps parameters to what their values are drawn from: {"optim.lr": "log:1e-5..1e-2"}. Needs trials=20.
         repeat: As grid: the table takes the mean over these. A number N: N seeds.
-        options: Flags of `train sweep`: name="lr", at_once=2, metric="max:accuracy", and those of a launch.
+        options: Flags of `train sweep`: name="lr", at_once=2, metric="max:accuracy", rungs=[500, 2000], and those of a
+            launch.
 
     Raises:
         Refused: the request is wrong; nothing was created.
@@ -674,6 +675,8 @@ def _flag(made: parser.Parser, name: str, value: Any) -> list[str]:
         return [f"{flag}={','.join(map(str, value))}" + "," * (len(value) == 1)]
     if isinstance(value, types.ModuleType):
         value = _task(value)
+    if isinstance(value, (list, tuple)) and name == "rungs":
+        return [f"{flag}={','.join(map(str, value))}"]
     if name == "after":
         runs = value if isinstance(value, (list, tuple)) else [value]
         return [f"{flag}={','.join(one.name if isinstance(one, Run) else str(one) for one in runs)}"]

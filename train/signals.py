@@ -15,11 +15,12 @@ from typing import NoReturn
 POLITE = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
 """Each of these signals asks a run to save and stop. The handler only notes that: the run saves between two steps."""
 
-USER, KEEPER, SIGNAL, CTRL_C, WAY, SWEEP, AFTER = "user", "keeper", "signal", "ctrl-c", "way", "sweep", "after"
+USER, KEEPER, SIGNAL, CTRL_C = "user", "keeper", "signal", "ctrl-c"
+WAY, SWEEP, RUNG, AFTER = "way", "sweep", "rung", "after"
 """Who requested a stop, in run.json's `stopped_by`: `train stop`; the keeper, which will resume the run; a signal, for
 example from a service manager; a second Ctrl-C; the run itself, which gives way to another one; the sweep, which
-resumes its trial when it is resumed itself; the run itself, because one for which it waited did not finish. A run that
-its user stopped is not resumed automatically."""
+resumes its trial when it is resumed itself; the run itself, at a step at which its sweep compares trials; the run
+itself, because one for which it waited did not finish. A run that its user stopped is not resumed automatically."""
 _SAME = 0.25
 """Seconds within which two SIGINT count as one Ctrl-C: timeout(1) signals a process and then its whole group."""
 

@@ -103,6 +103,16 @@ def takes_history(function: Callable[..., Any]) -> bool:
     return "history" in signature.parameters
 
 
+def why_relative(task: Task, config: Config) -> str:
+    """Return why the learning rate of a step depends on the length of the run; '' if it does not."""
+    if config.schedule.total_epochs is not None:
+        return ""
+    if task.schedule is not None:
+        return f"schedule() in {task.file} gets the length of the run"
+    name = config.schedule.decay
+    return f"--schedule.decay {name} depends on the length of the run" if decays.of(name).is_stretched else ""
+
+
 def follows_evaluations(task: Task, config: Config) -> bool:
     """Whether the learning rate depends on the evaluations of a run."""
     if task.schedule is not None:

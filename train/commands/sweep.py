@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import os
 import secrets
 import time
@@ -12,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from .. import config, screen
-from ..errors import EXIT_FINISHED, Refused, nearest
+from ..errors import EXIT_FINISHED, Refused, is_whole, nearest, whole
 from ..launcher.launches import NewSweep, Resume
 from ..launcher.sweep import change, check_free
 from ..run import folders, states
@@ -34,7 +35,7 @@ EXAMPLES = {
 }
 _OF_NEW = (
     "grid", "search", "repeat", "search_seed", "metric", "name", "config", "nproc", "gpus", "max_restarts", "keep_env",
-    "script", "module", "on_restart", "figures", "queue", "after", "gives_way", "no_lease", "notify",
+    "script", "module", "on_restart", "figures", "queue", "after", "gives_way", "no_lease", "notify", "rungs",
 )  # fmt: skip
 """Options of a new sweep, which one that exists cannot change."""
 _PATIENCE = 30.0
@@ -62,6 +63,11 @@ def add_arguments(parser: Parser) -> None:
         "Default: checkpoint.best of the task, else the loss."
     )
     add("--metric", metavar="NAME", help=text)
+    text = (
+        "Steps after which the trials are compared, such as 500,2000: each time the best third continues. The learning "
+        "rate must not depend on the length of the run."
+    )
+    add("--rungs", metavar="STEPS", help=text)
     add("--add", metavar="NAME=VALUES", action="append", default=[], help="More values for a sweep that exists.")
     add("--retry-failed", action="store_true", help="Start the failed trials of a sweep that exists again.")
     add("--dry-run", action="store_true", help="Print the trials and start nothing.")
@@ -80,7 +86,8 @@ def run(options: Namespace, runs: Path) -> int:
         for name, parameters in trials.items():
             print(f"{name}  {' '.join(f'{field}={value}' for field, value in parameters.items())}")
         at_once = f", {options.at_once} at once" if options.at_once else ""
-        print(f"{len(trials)} trials{at_once}; nothing was started")
+        rungs = f", compared after step {options.rungs}" if options.rungs else ""
+        print(f"{len(trials)} trials{at_once}{rungs}; nothing was started")
         return EXIT_FINISHED
     runs, name = start(options, runs)
     print(name, flush=True)
@@ -106,8 +113,8 @@ def start(options: Namespace, runs: Path) -> tuple[Path, str]:
         if kept.find(run) is None:
             raise Refused(f"a run named {name} exists, and it is no sweep; choose another name")
         if not kept.read(run).wants(sweep):
-            way = f"choose another --name, or give it more values: train sweep {name} --add NAME=VALUES"
-            raise Refused(f"{name} is a sweep with another space or other fields; {way}")
+            more = "" if kept.read(run).rungs else f", or give it more values: train sweep {name} --add NAME=VALUES"
+            raise Refused(f"{name} is a sweep with another space or other fields; choose another --name{more}")
         _continue(run, lambda found: found, at_once, options.notify)
         return runs, name
     check_free(runs, [name, *sweep.trials])
@@ -151,6 +158,8 @@ def _asked(options: Namespace, runs: Path) -> tuple[Sweep, str]:
     # trials go through the queue, and the sweep tells of its end for all of them
     launch = launch_of(options, request, runs, "").to_json() | {"runs": "", "notify": ""}
     launch["queue"] = launch["lease"]
+    if options.rungs is not None:
+        launch["rungs"] = _rungs(options)
     _check_values(launch, cells)
     if options.metric is not None and not kept.Metric.read(options.metric).name:
         raise Refused(f"--metric {options.metric}: give the name of a metric, as in max:accuracy")
@@ -161,6 +170,17 @@ def _asked(options: Namespace, runs: Path) -> tuple[Sweep, str]:
         trials=dict(zip(numbered(name, len(cells)), cells, strict=True)),
     )  # fmt: skip
     return sweep, name
+
+
+def _rungs(options: Namespace) -> list[int]:
+    """Return the steps after which trials are compared. Raises Refused."""
+    if options.task is None:
+        raise Refused("--rungs is for a task: the trials of a script end when the script ends; leave it out")
+    words = [word.strip() for word in options.rungs.split(",")]
+    found = [whole(word) if is_whole(word) else 0 for word in words]
+    if found[0] < 1 or any(later <= earlier for earlier, later in itertools.pairwise(found)):
+        raise Refused(f"--rungs {options.rungs}: give steps in rising order, as in 500,2000")
+    return found
 
 
 def _check_names(options: Namespace, names: list[str]) -> None:
@@ -193,6 +213,8 @@ def _change(options: Namespace, runs: Path) -> tuple[Run, Callable[[Sweep], Swee
         raise Refused(f"{what} is for a sweep that exists and keeps its fields: train sweep NAME {what}{given}")
     run, draws = folders.find_trusted(runs, options.task).by_path(), number("trials", options.trials, 1)
     before = kept.read(run)
+    if before.rungs:
+        raise Refused(f"{run.name} compares its trials at rungs (--rungs), so it gets no others; start another sweep")
     failed = {}
     if options.retry_failed:
         found = kept.look_at_all(run, before)
@@ -225,7 +247,7 @@ def _continue(run: Run, edit: Callable[[Sweep], Sweep], at_once: int, notify: st
             screen.remark(f"{run.name} {how} {run.name}")
             return
         time.sleep(0.1)
-    is_done = all(one.state == states.FINISHED for one in kept.look_at_all(run, sweep))
+    is_done = all(one.has_reached_rung for one in kept.look_at_all(run, sweep))
     if is_done and run.state() == states.FINISHED:
         screen.remark(f"{run.name} has finished already; see: train ls {run.name}")
         return

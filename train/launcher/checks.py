@@ -32,6 +32,7 @@ from ..parallel.precision import Precision, auto, lacks_tf32
 from ..run.ownership import MODULES
 from ..tasks import Task
 from ..trainer import trace
+from ..trainer.intervals import Intervals
 from ..trainer.loggers import wandb
 from . import (
     batch_norm,
@@ -220,6 +221,22 @@ def _schedule(case: Case) -> None:
     schedule.check(case.task, schedule.Planned(case.config, case.cut.steps_per_epoch, case.total))
 
 
+def _rungs(case: Case) -> None:
+    rungs = case.request.rungs if case.request is not None else []
+    if not rungs:
+        return
+    if rungs[-1] >= case.total:
+        raise Refused(f"--rungs {rungs[-1]}: a trial ends with step {case.total}; give smaller steps, or longer trials")
+    if problem := schedule.why_relative(case.task, case.config):
+        raise Refused(
+            f"--rungs: {problem}, so trials would be compared in the middle of it; give it a length of its "
+            "own, --schedule.total_epochs N, or --schedule.decay constant"
+        )
+    evaluates = Intervals.of(case.config, case.cut, case.total, bool(case.eval_sets)).evaluates
+    if case.eval_sets and not any(map(evaluates, range(1, rungs[0] + 1))):
+        raise Refused(f"--rungs {rungs[0]}: no evaluation comes before; give --eval.every_steps {rungs[0]}")
+
+
 def _trace(case: Case) -> None:
     trace.steps_of(case.config.trace, total=case.total)
     if case.kind is Kind.RESUME and "trace" in case.asked:
@@ -369,6 +386,7 @@ CHECKS = (
     Check(_TRAINS, Needs.DATA, batches.check_sync_batchnorm),
     Check(_TRAINS, Needs.DATA, _schedule),
     Check(_TRAINS, Needs.DATA, _trace),
+    Check(Kind.NEW, Needs.DATA, _rungs),
     Check(_MADE, Needs.OBJECTS, _model),
     Check(Kind.NEW, Needs.OBJECTS, Case.keep_initial_weights),
     Check(Kind.NEW, Needs.OBJECTS, _data),

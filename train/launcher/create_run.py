@@ -19,6 +19,7 @@ from ..run import durable, environment, folders, ownership, states, wandb_run
 from ..run.record import Record
 from ..run.run_folder import Lock, Run
 from ..run.spec import read_spec
+from ..signals import RUNG
 from ..supervise import attempts
 from ..supervise.decide import CODES
 from ..zygote.client import Zygote, acquire
@@ -64,7 +65,7 @@ def create(
     if launch.command_line:  # a submitted run has that of its submission
         record["command_line"] = launch.command_line
     if launch.trial_of:
-        record["trial_of"] = launch.trial_of
+        record |= {"trial_of": launch.trial_of, "rung": launch.rung or 0}
     saved = environment.keep(environ, imports.python_files(record), launch.keep_env)
     is_like_source = source is not None and not source.read().get("trial_of")  # trials send nothing
     tells, where = notices.of_launch(
@@ -129,6 +130,8 @@ def _reopen(launch: Launch, run: Run, lock: Lock, environ: Mapping[str, str], by
     changes = plan.record | _placement(launch, plan, machines) | {"kept": kept}
     if launch.max_restarts is not None:
         changes["max_restarts"] = launch.max_restarts
+    if launch.rung is not None or record["stopped_by"] == RUNG:  # who resumes it there by hand wants it to the end
+        changes["rung"] = launch.rung or 0
     # the recorded process ids belong to the attempt before
     changes |= {"reason": "", "stopped_by": None, "ended": None, "pids": {}, "state": states.CREATED}
     changes |= leasing.facts(launch, held, record)

@@ -41,6 +41,7 @@ class Request:
         flags: Maps config fields to values, as text. They win over `config_file`.
         config_file: A TOML file with config fields.
         copy: A copy of the task's file, made at submission. Modules beside the original are still found.
+        rungs: Steps at which a sweep compares the run with its other trials.
     """
 
     task: str
@@ -48,6 +49,7 @@ class Request:
     flags: dict[str, str] = dataclasses.field(default_factory=dict)
     config_file: str | None = None
     copy: str | None = None
+    rungs: list[int] = dataclasses.field(default_factory=list)
 
 
 def set_by_user(flags: Mapping[str, str], *, config_file: str | None = None, before: Iterable[str] = ()) -> list[str]:
@@ -126,6 +128,8 @@ class Launch(ABC):
         ticket: Its place in the queue; 0: not known yet.
         notify: Where the notice of the run's end goes, a URL or a command; '': nowhere; None: not given.
         trial_of: The id of the sweep of which the run is a trial; '': none.
+        rung: The step after which a trial stops, so that its sweep can compare it with the others; 0: none; None: as
+            before.
     """
 
     runs: str = ""
@@ -144,6 +148,7 @@ class Launch(ABC):
     ticket: int = 0
     notify: str | None = dataclasses.field(default=None, repr=False)
     trial_of: str = ""
+    rung: int | None = None
 
     @abstractmethod
     def check(self) -> Plan:

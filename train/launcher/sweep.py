@@ -35,11 +35,11 @@ _METRIC = "early_stopping.metric"
 """The field by which the check finds out whether evaluations give a metric. Trials do not get it."""
 
 
-def launch_of(sweep: Sweep, runs: Path, name: str) -> dict[str, Any]:
+def launch_of(sweep: Sweep, runs: Path, name: str, rung: int = 0) -> dict[str, Any]:
     """Return the launch of a trial as JSON: a parameter is a flag of a task, or stands for `{name}` in arguments of a
     script."""
     parameters = sweep.trials[name]
-    content = {**sweep.launch, "runs": str(runs), "name": name, "trial_of": sweep.id}
+    content = {**sweep.launch, "runs": str(runs), "name": name, "trial_of": sweep.id, "rung": rung}
     if content["launch"] == "NewRun":
         content["flags"] = {**sweep.defaults, **content["flags"], **parameters}
     else:
@@ -116,6 +116,7 @@ def _read_by(record: Mapping[str, Any], launch: Mapping[str, Any]) -> dict[str, 
 def _check_fields(sweep: Sweep, runs: Path, plan: Plan) -> None:
     """Check the fields of all trials, given the plan of the first one, without building their data again."""
     from .. import config as configuration
+    from ..build import schedule
     from .batches import cut_batch
 
     if plan.config.checkpoint.mirror:
@@ -128,6 +129,8 @@ def _check_fields(sweep: Sweep, runs: Path, plan: Plan) -> None:
                 defaults=plan.task.DEFAULTS, task_file=plan.task.file,
             )  # fmt: skip
             cut_batch(config, plan.ranks, ALONE)
+            if sweep.rungs and (problem := schedule.why_relative(plan.task, config)):
+                raise Refused(f"--rungs: {problem}")
         except Refused as error:
             said = " ".join(f"{field}={value}" for field, value in parameters.items())
             raise Refused(f"{error} ({name}: {said})") from None

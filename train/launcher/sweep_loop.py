@@ -68,6 +68,7 @@ class Loop:
         """Trials that have ended, which are not looked at again."""
         self._before: set[str] | None = None
         """Trials that had failed before this attempt."""
+        self._chosen: dict[str, list[str]] = run.read().get(kept.CHOSEN) or {}
         self._refusals: Counter[str] = Counter()
         self._noted: dict[str, Any] | None = None
         self._resumes: Counter[str] = Counter()
@@ -90,6 +91,8 @@ class Loop:
             if len(new) >= _FIRST and not any(one.state == states.FINISHED for one in trials):
                 whole = f"the first {_FIRST} trials failed: {new[0].reason} ({new[0].name})"
                 return self._end(Kind.FAILED, f"{whole}; go on all the same: train resume {self._run.name}", trials)
+            if problem := self._choose(trials):
+                return self._end(Kind.FAILED, problem, trials)
             todo = [one for one in trials if self._is_open(one)]
             if not todo and not any(one.is_live for one in trials):
                 if is_fresh:
@@ -141,7 +144,39 @@ class Loop:
         if one.state == states.FAILED:
             is_wanted = len(one.record["attempts"]) <= self._sweep.retry.get(one.name, -1)
             return is_wanted and one.name not in self._retried
+        if one.rung:
+            return one.rung != kept.next_rung(self._sweep, one.name, self._chosen)
         return states.rests_by_itself(one.record) or one.record["stopped_by"] == signals.SWEEP
+
+    def _choose(self, trials: Sequence[Trial]) -> str:
+        """Decide which trials continue after a rung that all have reached: the last one to the end. Returns why none
+        can; '' else."""
+        entered, metric = list(trials), Metric.read(self._sweep.by)
+        for rung in self._sweep.rungs:
+            if str(rung) not in self._chosen:
+                if not entered or any(one.is_live or self._is_open(one) for one in entered):
+                    return ""
+                best = kept.best_at(rung, self._run.path.parent, self._sweep, entered=entered)
+                if not best and any(not one.has_failed for one in entered):
+                    return f"no trial has {self._sweep.by} after step {rung}; see: train ls {self._run.name}"
+                repeated = self._sweep.space.repeat
+                is_decided = len(kept.rows([one for one in entered if one.name in best], repeated, metric)) == 1
+                steps = [step for step in self._sweep.rungs if step == rung or (step > rung and is_decided)]
+                chosen = self._chosen | {str(step): best for step in steps}
+                self._run.update(rungs=chosen)
+                self._chosen = chosen
+                self._ended.clear()
+                how = "continue to the end" if is_decided or rung == steps[-1] == self._sweep.rungs[-1] else "continue"
+                screen.say(f"step {rung}: {len(best)} of {len(entered)} trials {how}: {', '.join(best)}")
+            entered = [one for one in entered if one.name in self._chosen[str(rung)]]
+        return ""
+
+    def _has_ended(self, one: Trial) -> bool:
+        return one.state in (states.FINISHED, states.FAILED) or self._is_left_out(one)
+
+    def _is_left_out(self, one: Trial) -> bool:
+        """Whether others were better at a rung."""
+        return str(one.rung) in self._chosen and one.name not in self._chosen[str(one.rung)]
 
     def _start(self, one: Trial) -> None:
         """Start a trial, or resume it. A refusal counts as a failure when it was tried again."""
@@ -150,17 +185,18 @@ class Loop:
         if name in tmux.checking(runs):  # a killed loop has asked for it
             time.sleep(_LOOK_EVERY)
             return
+        rung = kept.next_rung(self._sweep, name, self._chosen)
         try:
             if one.state == WAITING:
                 copy = self._run.path / "task.py"  # the user may have edited the file since
                 more = {"copy": str(copy)} if copy.exists() else {}
                 sweep = dataclasses.replace(self._sweep, launch={**self._sweep.launch, **more})
-                warnings = from_json(launch_of(sweep, runs, name)).start(lambda: self._stop.asked)
+                warnings = from_json(launch_of(sweep, runs, name, rung)).start(lambda: self._stop.asked)
             else:
                 self._resumes[name] += one.state == states.INTERRUPTED
                 self._retried |= {name} if one.has_failed else set()
                 warnings = Resume(
-                    runs=str(runs), name=name, queue=bool(self._sweep.launch["lease"]), by_sweep=True
+                    runs=str(runs), name=name, queue=bool(self._sweep.launch["lease"]), by_sweep=True, rung=rung
                 ).start(lambda: self._stop.asked)
         except tmux.Cancelled:
             return
@@ -185,11 +221,12 @@ class Loop:
         metric = Metric.read(self._sweep.by)
         values = [one.value for one in trials if one.value is not None]
         figures = {metric.name: metric.best_of(values)} if values else {}
-        ended = [one for one in trials if one.state in (states.FINISHED, states.FAILED)]
+        ended = [one for one in trials if self._has_ended(one)]
         for one in ended:
             if self._noted is not None and one.name not in self._known:
                 value = "" if one.value is None else f": {metric.name} {figure(one.value)}"
-                screen.say(f"{one.name} {one.state}{value or (one.reason and f': {one.reason}')}")
+                state = f"left out at step {one.rung}" if one.rung else one.state
+                screen.say(f"{one.name} {state}{value or (one.reason and f': {one.reason}')}")
         self._known = {one.name for one in ended}
         now: dict[str, Any] = {
             "step": len(ended),
@@ -202,7 +239,7 @@ class Loop:
 
     def _conclude(self, trials: Sequence[Trial]) -> int:
         failed = [one for one in trials if one.has_failed]
-        others = [one for one in trials if one.state not in (states.FAILED, states.FINISHED)]
+        others = [one for one in trials if not self._has_ended(one)]
         parts = [
             f"{len(found)} of {len(trials)} trials {verb} ({', '.join(one.name for one in found[:3])}"
             f"{', …' if found[3:] else ''}){way}"
@@ -220,7 +257,7 @@ class Loop:
         """Report how the sweep has ended. Returns the exit code."""
         if reason:
             screen.say(reason)
-        step = sum(one.state in (states.FINISHED, states.FAILED) for one in trials)
+        step = sum(map(self._has_ended, trials))
         outcome.write(self._run.logs(self._attempt), Outcome(rank=0, kind=kind, step=step, reason=reason, recurs=True))
         return EXIT_FINISHED if kind is Kind.FINISHED else EXIT_FAILED
 

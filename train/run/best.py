@@ -44,11 +44,17 @@ def aim_among(text: str, configs: Iterable[Mapping[str, Any]]) -> Aim | None:
     return None if len(said) > 1 else next(iter(said), aim)
 
 
-def values_of(run: Run, is_script: bool) -> dict[str, list[float]]:
-    """Return the finite values of each metric of the evaluations. Of a script also those of its other figures."""
+def values_of(run: Run, is_script: bool, until: float = math.inf) -> dict[str, list[float]]:
+    """Return the finite values of each metric of the evaluations. Of a script also those of its other figures.
+
+    Args:
+        until: The last step that counts.
+    """
     found: dict[str, list[float]] = {}
     others: dict[str, list[float]] = {}
     for line in each(run) if is_script else evaluations(run):
+        if line["step"] > until:
+            continue
         for name, value in figures_of(line).items():
             if value is not None:
                 (found if is_evaluation(line) else others).setdefault(name, []).append(value)

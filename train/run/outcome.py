@@ -44,6 +44,8 @@ class Outcome:
     """The last step that the rank made, counted from 1."""
     reason: str = ""
     """Why the rank failed, died or finished early; if it stopped, what asked it: a signal or another rank."""
+    by: str = ""
+    """Who asked it to stop, if the rank itself knows: RUNG of signals.py."""
     recurs: bool = False
     """Whether a new attempt would fail or die in the same way."""
     is_of_system: bool = False

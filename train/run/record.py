@@ -98,12 +98,16 @@ class Record(TypedDict):
     `forked_from`: the same of the forked run."""
     trial_of: NotRequired[str]
     """The id of the sweep of which the run is a trial."""
+    rung: NotRequired[int]
+    """The step after which a trial stops, so that its sweep can compare it with the others; 0: none."""
     sweep: NotRequired[str]
     """The id of a sweep, in the run that launches its trials."""
     sweep_read: NotRequired[int]
     """What differs with the content of sweep.json, of that which the loop of a sweep has read."""
     refused_trials: NotRequired[dict[str, str]]
     """Maps trials of a sweep that could not be started to the reason."""
+    rungs: NotRequired[dict[str, list[str]]]
+    """Maps the rungs of a sweep that are decided, as text, to the trials that continue."""
     init: NotRequired[list[str]]
     """Lines about the initial weights and what did not fit; empty: those of model()."""
     unused_fields: NotRequired[list[str]]

@@ -71,6 +71,8 @@ class Spec:
     submission: str
     wandb_id: str
     """Id of the run at W&B, from which wandb_run.py makes that of each rank."""
+    rung: int
+    """The step after which a trial stops, so that its sweep can compare it with the others; 0: none."""
     max_restarts: int | None
     """Maximum number of restarts in a row without progress. None: not chosen; ask the program (`restarts`)."""
 
@@ -180,6 +182,7 @@ def spec_of(record: Record, config: Mapping[str, Any]) -> Spec:
         submitted=record.get("submitted"),
         submission=record.get("submission") or "",
         wandb_id=record.get("wandb_id") or "",
+        rung=record.get("rung") or 0,
         max_restarts=record.get("max_restarts"),
         forked_from=record.get("forked_from") or None,
         init=tuple(record.get("init") or ()),

@@ -81,5 +81,5 @@ def gives_way(record: Record) -> bool:
 
 def rests_by_itself(record: Record) -> bool:
     """Whether a run was stopped by something other than its user, its sweep, or a run for which it waited."""
-    for_good = signals.USER, signals.CTRL_C, signals.SWEEP, signals.AFTER
+    for_good = signals.USER, signals.CTRL_C, signals.SWEEP, signals.RUNG, signals.AFTER
     return record["state"] == STOPPED and record["stopped_by"] not in for_good

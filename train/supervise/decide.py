@@ -256,7 +256,7 @@ def _as_reported(facts: Facts, reported: Outcome) -> Decision:
         )
     if reported.kind is Kind.STOPPED:
         # ranks know only of a signal or of another rank; their supervisor may know who sent it
-        asked = facts.asked or StopCause(signals.SIGNAL, reported.reason)
+        asked = facts.asked or StopCause(reported.by or signals.SIGNAL, reported.reason)
         others = "; only this node has left, the run continues" if facts.leaves else ""
         decision = _stopped(asked, f"stopped after step {reported.step} ({asked.text}){others}")
         return dataclasses.replace(decision, figures=reported.figures | {"step": reported.step})

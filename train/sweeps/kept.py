@@ -13,8 +13,10 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from .. import signals
 from ..errors import Refused
-from ..run import best, durable, states
+from ..run import best, durable, metrics, states
+from ..run.metrics import figures_of
 from ..run.record import Record
 from ..run.run_folder import Run
 from .space import Parameters, Space, numbered
@@ -24,11 +26,15 @@ OF: Literal["trial_of"] = "trial_of"
 """Field of run.json of a trial: the id of its sweep."""
 NOT_STARTED: Literal["refused_trials"] = "refused_trials"
 """Field of run.json of a sweep: maps trials that could not be started to the reason."""
+CHOSEN: Literal["rungs"] = "rungs"
+"""Field of run.json of a sweep: maps the rungs that are decided, as text, to the trials that continue."""
 READ: Literal["sweep_read"] = "sweep_read"
 """Field of run.json of a sweep: `stamp` of the file that its loop has read."""
 WAITING = "waiting"
 """The state of a trial that was not launched yet."""
 _LAST = "last:"
+_SHARE = 3
+"""At a rung one of so many continues, rounded down, and at least one (Li et al., "Hyperband", 2018: eta)."""
 
 
 class Metric(NamedTuple):
@@ -55,6 +61,14 @@ class Metric(NamedTuple):
         if found:
             return found[-1] if self.is_last else self.best_of(found)
         return record.get("loss") if self.name == "loss" else None
+
+    def at(self, run: Run, rung: int) -> float | None:
+        """Return the value that a run of a task had after this step; None: it had none."""
+        found = best.values_of(run, False, rung).get(self.name)
+        if found:
+            return found[-1] if self.is_last else self.best_of(found)
+        lines = [line for line in metrics.each(run) if line["step"] <= rung] if self.name == "loss" else []
+        return figures_of(lines[-1]).get("loss") if lines else None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -91,6 +105,11 @@ class Sweep:
         asked = content.get("asked")
         spaces = {"space": Space(**content["space"]), "asked": Space(**asked) if asked else None}
         return cls(**{**content, **spaces})
+
+    @property
+    def rungs(self) -> Sequence[int]:
+        """Steps at which the trials are compared, and the best third continues."""
+        return self.launch.get("rungs") or ()
 
     def to_json(self) -> dict[str, Any]:
         """Return the content as JSON has it."""
@@ -155,11 +174,26 @@ class Trial:
     record: Record | None = None
     """run.json with the effective state; None: it was not launched."""
     value: float | None = None
-    """Of the metric; None until it has finished."""
+    """Of the metric; None until it has finished, or is at a rung."""
 
     @property
     def has_failed(self) -> bool:
         return self.state == states.FAILED
+
+    @property
+    def rung(self) -> int:
+        """The rung at which it was compared, or will be; 0: it has not stopped at one."""
+        is_there = self.record is not None and self.record["stopped_by"] == signals.RUNG
+        return self.record.get("rung", 0) if is_there and self.record is not None else 0
+
+    @property
+    def has_reached_rung(self) -> bool:
+        return bool(self.rung) or self.state == states.FINISHED
+
+    @property
+    def said(self) -> str:
+        """Its state, for people."""
+        return f"{self.state} at {self.rung}" if self.rung else self.state
 
     @property
     def is_live(self) -> bool:
@@ -185,8 +219,38 @@ def look(runs: Path, name: str, sweep: Sweep, *, refused: Mapping[str, str]) -> 
     if record.get(OF) != sweep.id:
         why = f"another run has the name {name}; rename it: train mv {name} NEW"
         return Trial(name, parameters, states.FAILED, reason=why)
-    value = Metric.read(sweep.by).of(run, record) if record["state"] == states.FINISHED else None
-    return Trial(name, parameters, record["state"], reason=record.get("reason") or "", record=record, value=value)
+    made = Trial(name, parameters, record["state"], reason=record.get("reason") or "", record=record)
+    metric = Metric.read(sweep.by)
+    if made.rung:
+        return dataclasses.replace(made, value=metric.at(run, made.rung))
+    return dataclasses.replace(made, value=metric.of(run, record) if made.state == states.FINISHED else None)
+
+
+def next_rung(sweep: Sweep, name: str, chosen: Mapping[str, Collection[str]]) -> int:
+    """Return the first rung after which a trial does not continue, or not yet; 0: it continues to its end.
+
+    Args:
+        chosen: Field CHOSEN of the sweep.
+    """
+    return next((rung for rung in sweep.rungs if name not in chosen.get(str(rung), ())), 0)
+
+
+def best_at(rung: int, runs: Path, sweep: Sweep, *, entered: Sequence[Trial]) -> list[str]:
+    """Return the trials that continue after a rung: those of the best third, by the mean of those that repeat.
+
+    It depends on what the trials had measured by then alone, and on their order where that is equal.
+
+    Args:
+        entered: The trials that continued after the rung before.
+    """
+    metric = Metric.read(sweep.by)
+    found = [
+        dataclasses.replace(one, value=metric.at(Run(runs / one.name), rung) if one.has_reached_rung else None)
+        for one in entered
+    ]
+    order = rows(found, [*sweep.space.repeat], metric)
+    least = max(1, len(order) // _SHARE)
+    return [one.name for row in order[:least] for one in row.trials if one.value is not None]
 
 
 def look_at_all(run: Run, sweep: Sweep) -> list[Trial]:
@@ -233,15 +297,16 @@ class Row(NamedTuple):
 
 
 def rows(trials: Sequence[Trial], repeated: Collection[str], metric: Metric) -> list[Row]:
-    """Return the rows of trials: the best mean first, and those without a value last."""
+    """Return the rows of trials: those that came further first, then the best mean first; without a value last."""
     found: dict[tuple[tuple[str, str], ...], list[Trial]] = {}
     for one in trials:
         key = tuple((name, value) for name, value in one.parameters.items() if name not in repeated)
         found.setdefault(key, []).append(one)
     made = [Row(dict(key), members) for key, members in found.items()]
 
-    def order(row: Row) -> tuple[bool, float]:
+    def order(row: Row) -> tuple[bool, float, float]:
         mean = row.mean
-        return (mean is None, (mean or 0.0) * (1 if metric.is_least else -1))
+        far = max(one.rung or (math.inf if one.state == states.FINISHED else 0) for one in row.trials)
+        return (mean is None, -far, (mean or 0.0) * (1 if metric.is_least else -1))
 
     return sorted(made, key=order)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 from .. import config as configuration
 from .. import faults
 from ..build.optimizer import evaluated_weights
@@ -10,6 +12,7 @@ from ..errors import TrainingFailed
 from ..run import best, heartbeat, outcome
 from ..run.metrics import last_evaluation
 from ..run.outcome import Kind, Outcome
+from ..signals import RUNG
 from .setup import Job
 from .train import Done
 
@@ -27,9 +30,8 @@ def conclude(job: Job, done: Done, attempt: int) -> Outcome:
     weights = "" if done.stopped else digest(job)  # before the first rank is alone
     job.heart.beat(heartbeat.ENDING, done.step)
     reason = (job.stop.reason or "another rank was asked to") if done.stopped else done.reason
-    end = Outcome(
-        rank=job.world.rank, kind=Kind.STOPPED if done.stopped else Kind.FINISHED, step=done.step, reason=reason
-    )
+    kind, by = (Kind.STOPPED, job.stop.by) if done.stopped else (Kind.FINISHED, "")
+    end = Outcome(rank=job.world.rank, kind=kind, step=done.step, reason=reason, by=by if by == RUNG else "")
     if not job.world.is_first:
         return end
     figures = {"epoch": job.data.plan.epoch_of(done.step), **best.facts(job.run, job.config.checkpoint.best)}
@@ -41,7 +43,7 @@ def conclude(job: Job, done: Done, attempt: int) -> Outcome:
         figures |= {"weights_sha256": weights, "metrics": dict(evaluation["eval"]) if evaluation else {}}
         why = f" ({reason})" if reason else ""
         text = f"finished after {done.step} steps{why}; weights {weights[:16]}…"
-    end = Outcome(rank=end.rank, kind=end.kind, step=end.step, reason=end.reason, figures=figures)
+    end = dataclasses.replace(end, figures=figures)
     try:
         outcome.write(job.run.logs(attempt), end)
     except OSError as error:

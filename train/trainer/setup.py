@@ -93,6 +93,8 @@ class Job:
     compiling: Compiling
     start: ResumeState
     """The state that the attempt continues from."""
+    rung: int = 0
+    """The step after which the run stops, so that its sweep can compare it; 0: none."""
     digests: Digests | None = None
     """Digests of the state after each step, in a run of `train prove`."""
 
@@ -208,7 +210,7 @@ def set_up(
     job = Job(
         run=run, task=task, config=config, world=world, precision=precision, data=data, updates=updates, state=state,
         hooks=hooks, compiling=compiling, intervals=intervals, start=start, saver=saver, snapshots=snapshots,
-        loggers=loggers, stop=stop, heart=heart,
+        loggers=loggers, stop=stop, heart=heart, rung=spec.rung,
         digests=Digests(asked, run, rank=rank_env.rank, attempt=attempt) if asked is not None else None,
     )  # fmt: skip
     if world.is_lead:

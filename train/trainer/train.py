@@ -25,6 +25,7 @@ from ..parallel import gather
 from ..run import heartbeat
 from ..run.metrics import Training, skipped_steps
 from ..run.record import Times
+from ..signals import RUNG
 from . import early_stopping
 from .evaluate import evaluate
 from .flops import flops_of
@@ -77,17 +78,19 @@ def train(job: Job) -> Done:
                 loop.save()
             if loop.misses_evaluation:  # a death or a stop came before
                 loop.evaluate()
-            while loop.done < intervals.total_steps and not (loop.is_stopping or loop.early_reason):
+            while loop.done < intervals.total_steps and not (loop.is_stopping or loop.early_reason or loop.is_at_rung):
                 loop.step()
                 saves, evaluates = intervals.saves(loop.done), intervals.evaluates(loop.done)
                 saves |= loop.read_stats(everything=saves or evaluates)
                 saves |= loop.follow_proof()  # what a snapshot continues from has its digest
                 job.snapshots.after_step(loop.done)
-                if saves or loop.is_stopping:
+                if saves or loop.is_stopping or loop.is_at_rung:
                     loop.save()
                 if evaluates and not loop.is_stopping:
                     loop.evaluate()
             loop.trace.after(loop.done, is_last=True)
+            if loop.is_at_rung:
+                loop.rest()
             if loop.early_reason:
                 loop.save()
             loop.finish_saving()
@@ -177,7 +180,19 @@ class Loop:
     @property
     def is_last(self) -> bool:
         """Whether no step of this attempt follows the present one."""
-        return self.is_stopping or self.done == self.job.total_steps or bool(self.early_reason)
+        return self.is_stopping or self.is_at_rung or self.done == self.job.total_steps or bool(self.early_reason)
+
+    @property
+    def is_at_rung(self) -> bool:
+        """Whether the run waits here for what its sweep decides."""
+        return 0 < self.job.rung <= self.done < self.job.total_steps
+
+    def rest(self) -> None:
+        """Save and stop at a rung, unless the evaluations end the run, or another stop came before."""
+        if not (self.is_stopping or self.early_reason):
+            self.save()
+            self.is_stopping = True
+            self.job.stop.ask(RUNG, f"where its sweep compares trials, after {self.job.rung} steps")
 
     def _ends_early(self) -> str:
         is_end = self.done >= self.job.total_steps

@@ -60,12 +60,12 @@ def compared(found: Sequence[RunStatus], fields: Sequence[str], metric: Metric) 
 
 def _states(row: Row) -> str:
     """Return the states of a row's trials: one for all, the name of a single other one, or counts."""
-    counts = Counter(one.state for one in row.trials)
+    counts = Counter(one.said for one in row.trials)
     if len(counts) == 1:
-        return row.trials[0].state
+        return row.trials[0].said
     others = [one for one in row.trials if one.state != states.FINISHED]
     if len(others) == 1:
-        return f"{others[0].name} {others[0].state}"
+        return f"{others[0].name} {others[0].said}"
     return ", ".join(f"{count} {state}" for state, count in counts.items())
 
 
@@ -100,7 +100,8 @@ def _below(found: Sequence[Row], metric: Metric) -> list[str]:
         if "fork" not in program.lacks:
             more = " --epochs N" if program.has_fields else ""
             way = f"to continue it: train fork {name} --name NEW{more}"
-        is_over = all(one.state == states.FINISHED for row in found for one in row.trials)
+        is_over = best.state == states.FINISHED
+        is_over &= all(one.has_reached_rung for row in found for one in row.trials)
         return [f"the best{'' if is_over else ' so far'}: {best.name}; {way}"]
     ended = [one.record for row in found for one in row.trials if one.record and one.state == states.FINISHED]
     if not ended:
@@ -119,7 +120,10 @@ def as_json(found: Sequence[Row], metric: Metric) -> list[dict[str, Any]]:
         {
             "parameters": row.parameters, "n": len(row.values), "of": len(row.trials), "metric": metric.name,
             "mean": row.mean, "deviation": row.deviation, "best": _best(row, metric) or None,
-            "trials": {one.name: {"state": one.state, "value": one.value, **one.parameters} for one in row.trials},
+            "trials": {
+                one.name: {"state": one.state, "rung": one.rung or None, "value": one.value, **one.parameters}
+                for one in row.trials
+            },
         }
         for row in found
     ]  # fmt: skip

@@ -53,6 +53,8 @@ def states(station: Station, name: str) -> dict[str, str]:
         (("--grid", "seed=1,2", "--at-once", "0"), "at least 1"),
         (("--grid", "seed=1,2", "--add", "seed=3"), "--add is for a sweep that exists"),
         (("--retry-failed",), "leave out --name"),
+        (("--grid", "seed=1,2", "--rungs", "20,10"), "--rungs 20,10: give steps in rising order, as in 500,2000"),
+        (("--grid", "seed=1,2", "--rungs", "half"), "--rungs half: give steps"),
         (("--grid", "seed=1,2", "--name", "n" * 62), "not a legal run name"),
         (("--grid", "seed=1,2", "--nnodes", "2"), "unknown flag --nnodes"),
         ((), "the sweep has no trials"),
@@ -69,6 +71,19 @@ def test_a_wrong_sweep_is_refused_at_once(station: Station, words: tuple[str, ..
     [
         (("--grid", "task.width=8,0"), "should be greater than or equal to 1 (never-002: task.width=0)"),
         (("--grid", "seed=1,2", "--metric", "max:acuracy"), "--metric max:acuracy: no evaluation gives acuracy"),
+        (("--grid", "seed=1,2", "--rungs", "5"), "--schedule.decay cosine depends on the length of the run"),
+        (
+            ("--grid", "schedule.decay=constant,linear", "--rungs", "15", "--eval.every_steps", "15"),
+            "--schedule.decay linear depends on the length of the run (never-002: schedule.decay=linear)",
+        ),
+        (
+            ("--grid", "seed=1,2", "--rungs", "5,12", "--steps", "12", "--schedule.decay", "constant"),
+            "--rungs 12: a trial ends with step 12",
+        ),
+        (
+            ("--grid", "seed=1,2", "--rungs", "5", "--schedule.decay", "constant"),
+            "--rungs 5: no evaluation comes before; give --eval.every_steps 5",
+        ),
     ],
 )
 def test_a_sweep_is_refused_for_what_only_its_task_knows(station: Station, words: tuple[str, ...], why: str) -> None:
@@ -105,6 +120,8 @@ def test_a_failed_trial_is_started_again_and_a_sweep_gets_more_values(station: S
     other = sweep(station, "fit", "2,4")
     assert other.returncode == 2 and "another space" in other.stderr
     assert station.ok("ls", "--columns", "name,step", "--csv").stdout.splitlines()[1:] == ["fit,3"]
+    other = sweep(station, "rung", "2,4", "--rungs", "1")
+    assert other.returncode == 2 and "--rungs is for a task" in other.stderr
     other = station.here("sweep", "fit", "--add", "x=9", "--metric", "loss")
     assert other.returncode == 2 and "leave out --metric" in other.stderr
     inner = station("sweep", "digits", "--grid", "seed=1", env={"TRAIN_RUN_DIR": str(station.runs / "fit-001")})

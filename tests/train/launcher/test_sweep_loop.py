@@ -59,6 +59,40 @@ def test_a_sweep_killed_whole_makes_each_trial_once(station: Station) -> None:
     assert station.record("lr-002")["trial_of"] == station.record("lr")["sweep"]
 
 
+@pytest.mark.never_forgiven
+def test_a_sweep_with_rungs_that_is_killed_chooses_as_its_metrics_say(station: Station) -> None:
+    fields = ("--steps", 12, "--eval.every_steps", 2, "--schedule.decay", "constant", *SMALL)
+    given = ("--name", "rung", "--metric", "max:accuracy", "--rungs", "4,8")
+    station.ok("sweep", "digits", *given, "--grid", "optim.lr=3e-2,1e-2,1e-4", *fields)
+    station.wait_for_end("rung-001")
+    assert (station.record("rung-001")["stopped_by"], station.record("rung-001")["step"]) == ("rung", 4)
+    kill_all(station)
+    station.ok("resume", "rung")
+    sweep = station.wait_for_end("rung")
+    assert (sweep["state"], sweep["step"], sweep["reason"]) == ("finished", 3, "")
+    found = rows(station, "rung")
+    trials = {name: one for row in found for name, one in row["trials"].items()}
+    at_rung = {}
+    for name in trials:
+        lines = map(json.loads, (station.runs / name / "metrics.jsonl").read_text().splitlines())
+        at_rung[name] = max(line["eval"]["accuracy"] for line in lines if "eval" in line and line["step"] <= 4)
+    best = max(at_rung, key=lambda name: at_rung[name])
+    assert sweep["rungs"] == {"4": [best], "8": [best]}  # one of three continues, and the last one to the end
+    assert {name: (one["state"], one["rung"]) for name, one in trials.items()} == {
+        name: ("finished", None) if name == best else ("stopped", 4) for name in at_rung
+    }
+    assert all(one["value"] == at_rung[name] for name, one in trials.items() if name != best)
+    assert found[0]["best"] == best
+    refused = station("sweep", "rung", "--add", "optim.lr=1e-3")
+    assert refused.returncode == 2 and "compares its trials at rungs" in refused.stderr
+    rate = trials[best]["optim.lr"]
+    station.ok("run", "digits", "--name", "calm", "--optim.lr", rate, *fields)
+    assert station.record("calm")["weights_sha256"] == station.record(best)["weights_sha256"]
+    left = next(name for name in trials if name != best)
+    station.ok("resume", left)  # by hand: to its end, and the sweep stays as it was
+    assert station.wait_for_end(left)["state"] == "finished"
+
+
 @pytest.mark.minutes
 @pytest.mark.never_forgiven
 def test_a_sweep_of_six_killed_whole_twice_is_complete_and_each_trial_made_once(station: Station) -> None:
