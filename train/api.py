@@ -13,20 +13,18 @@ from __future__ import annotations
 import dataclasses
 import functools
 import io
-import json
 import math
-import shlex
 import time
 import types
-from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from . import caches, cli, screen
 from .commands import ls, parser
+from .commands.from_python import of_program, options_of, values_of
 from .commands.options import matching
-from .errors import Refused, nearest
+from .errors import Refused
 from .monitor.status import RunStatus, find_best, here, look, look_at
 from .run import best, folders, metrics, run_folder
 from .run.owner import TrustedRun
@@ -44,8 +42,6 @@ P = ParamSpec("P")
 T = TypeVar("T")
 _LOOK_EVERY = 0.5
 """Seconds between two looks for evaluations."""
-_OF_COMMAND_LINE = ("follow", "help")
-"""Flags of commands that Python has other ways for."""
 
 
 def _refusing(function: Callable[P, T]) -> Callable[P, T]:
@@ -82,7 +78,7 @@ def launch(
     Raises:
         Refused: the request is wrong; nothing was created.
     """
-    asked = _of_program("launch", task, {"script": script, "runs": runs, **options}, arguments)
+    asked = of_program("launch", task, {"script": script, "runs": runs, **options}, arguments=arguments)
     folder, name = cli.carry_out("launch", asked, "start")
     return Run(folder, name)
 
@@ -109,8 +105,8 @@ def sweep(
     """
     repeat = {"seed": range(repeat)} if isinstance(repeat, int) else repeat
     parts = {"grid": grid, "search": search, "repeat": repeat}
-    spaces = {option: _values(part) for option, part in parts.items() if part}
-    asked = _of_program("sweep", task, {"script": script, "runs": runs, **spaces, **options}, arguments)
+    spaces = {option: values_of(part) for option, part in parts.items() if part}
+    asked = of_program("sweep", task, {"script": script, "runs": runs, **spaces, **options}, arguments=arguments)
     folder, name = cli.carry_out("sweep", asked, "start")
     return Sweep(folder, name)
 
@@ -132,7 +128,7 @@ def prove(
     Raises:
         Refused: the request is wrong; nothing was created.
     """
-    asked = _of_program("prove", task, {"script": script, "runs": runs, **options}, arguments)
+    asked = of_program("prove", task, {"script": script, "runs": runs, **options}, arguments=arguments)
     first, *others = cli.carry_out("prove", asked, "proofs")
     return first.to_json() | ({"also": [one.to_json() for one in others]} if others else {})
 
@@ -289,7 +285,7 @@ class Run:
         """
         from .commands import logs
 
-        given = _options("logs", [self.name], {"runs": self.runs, "rank": rank, "attempt": attempt})
+        given = options_of("logs", [self.name], {"runs": self.runs, "rank": rank, "attempt": attempt})
         return _Text(logs.text(given, self.runs))
 
     @_refusing
@@ -356,7 +352,9 @@ class Run:
             options: Flags of `train fork`: name="second", checkpoint="best", optim={"lr": 0.01}.
         """
         has_fields = here(self._run()).program.has_fields
-        asked = _options("fork", [self.name], {"runs": self.runs, **options}, arguments, has_fields)
+        asked = options_of(
+            "fork", [self.name], {"runs": self.runs, **options}, arguments=arguments, has_fields=has_fields
+        )
         return Run(self.runs, cli.carry_out("fork", asked, "start"))
 
     # --- use it
@@ -442,7 +440,7 @@ class Run:
 
     def _command(self, command: str, function: str = "run", **options: Any) -> Any:
         """Call a function of a command with this run."""
-        return cli.carry_out(command, _options(command, [self.name], {"runs": self.runs, **options}), function)
+        return cli.carry_out(command, options_of(command, [self.name], {"runs": self.runs, **options}), function)
 
     def _chosen(self, checkpoint: int | str | None, use: str, weights: str = "") -> tuple[int | None, str]:
         """Return the step that `checkpoint` means (None: the newest one), and which weights; `weights`: asked for."""
@@ -526,7 +524,7 @@ class Sweep:
         """
         cli.carry_out(
             "sweep",
-            _options("sweep", [self.name], {"runs": self.runs, "add": _values(values), "trials": trials}),
+            options_of("sweep", [self.name], {"runs": self.runs, "add": values_of(values), "trials": trials}),
             "start",
         )
         return self
@@ -534,7 +532,7 @@ class Sweep:
     @_refusing
     def retry_failed(self) -> Sweep:
         """Start the failed trials again."""
-        cli.carry_out("sweep", _options("sweep", [self.name], {"runs": self.runs, "retry_failed": True}), "start")
+        cli.carry_out("sweep", options_of("sweep", [self.name], {"runs": self.runs, "retry_failed": True}), "start")
         return self
 
 
@@ -563,133 +561,3 @@ def _png(figure: Figure) -> bytes:
 
 def _folder(runs: str | Path | None) -> Path:
     return parser.runs_folder(None if runs is None else str(runs))
-
-
-def _task(task: str | Path | types.ModuleType) -> str:
-    """Return the word of a command line for a task."""
-    if not isinstance(task, types.ModuleType):
-        return str(task) if str(task)[:1] != "-" else f"./{task}"
-    from . import tasks
-
-    file = getattr(task, "__file__", None)
-    if not file:
-        raise Refused(f"the module {task.__name__} has no file; write the task into a Python file, and give its path")
-    path = Path(file).absolute()
-    return path.stem if path == Path(tasks.__file__).parent / f"{path.stem}.py" else str(path)
-
-
-def _of_program(
-    command: str, task: str | Path | types.ModuleType | None, options: dict[str, Any], arguments: str | Sequence[object]
-) -> Namespace:
-    """Return the options of a command about a task or a script; as in `launch`."""
-    if task is None and not isinstance(options.get("task", {}), Mapping):
-        task = options.pop("task")
-    has_fields = options["script"] is None and options.get("module") is None
-    return _options(command, [] if task is None else [_task(task)], options, arguments, has_fields)
-
-
-def _options(
-    command: str, words: list[str], options: Mapping[str, Any], arguments: str | Sequence[object] = (),
-    has_fields: bool = True,
-) -> Namespace:  # fmt: skip
-    """Return the options of a command, as it parses them from its command line.
-
-    Args:
-        arguments: What follows after --.
-        has_fields: Whether flags may be config fields. A script has its own arguments instead.
-
-    Raises:
-        Refused: as the command line refuses it.
-    """
-    made = parser.parser_of(command)
-    for name, value in _flat(options):
-        if name in _OF_COMMAND_LINE:
-            raise Refused(f"{name} is for the command line; in Python: run.wait()")
-        if not has_fields:
-            _check_of_script(made, name, value)
-        words = [*words, *_flag(made, name, value)]
-    rest = _split(arguments) if isinstance(arguments, str) else [*map(str, arguments)]
-    return parser.parse(made, [*words, *(["--", *rest] if rest else [])])
-
-
-def _check_of_script(made: parser.Parser, name: str, value: Any) -> None:
-    """Refuse a name that is neither an option of the command nor a limit of `watch`: it is the script's own."""
-    known = {one: action for one, action in made.flags.items() if not isinstance(action, parser.Field)}
-    if name not in known and not name.startswith("watch."):
-        given = f"arguments=['--{name}', {value!r}]"
-        raise Refused(f"unknown flag {name}{nearest(name, known)}; the script's own arguments are given so: {given}")
-
-
-def _split(text: str) -> list[str]:
-    """Return the words of a text, as a shell splits it."""
-    try:
-        return shlex.split(text)
-    except ValueError:
-        raise Refused(f"arguments={text!r}: a quote is not closed; close it, or give a list of words") from None
-
-
-def _values(parameters: Mapping[str, Any] | None) -> list[str]:
-    """Return parameters with their values as the command line takes them: NAME=A,B."""
-    found = []
-    for name, given in (parameters or {}).items():
-        if isinstance(given, str):
-            found.append(f"{name}={given}")
-            continue
-        plain = given.tolist() if hasattr(given, "tolist") else given  # of numpy
-        values = plain if isinstance(plain, Sequence) else [plain]
-        texts = [one if isinstance(one, str) else "none" if one is None else _toml(one) for one in values]
-        if with_comma := next((one for one in values if isinstance(one, str) and "," in one), None):
-            raise Refused(f"{name}: {with_comma!r} has a comma; a sweep takes words and numbers, or lists of them")
-        found.append(f"{name}={','.join(texts)}")
-    return found
-
-
-def _flat(options: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
-    """Return options by dotted names: optim={"lr": 0.1} is optim.lr."""
-    from . import config
-
-    groups = {name[: name.rindex(".") + 1] for name in config.fields() if "." in name} | {"task.", "optim.args."}
-    found = []
-    for name, value in options.items():
-        whole = f"{prefix}{name}"
-        if isinstance(value, Mapping) and f"{whole}." in groups:
-            found += _flat(value, f"{whole}.")
-        else:
-            found.append((whole, value))
-    return found
-
-
-def _flag(made: parser.Parser, name: str, value: Any) -> list[str]:
-    """Return a flag and its value as words of a command line; [] if it is not given."""
-    action = made.flag(name)  # refuses a name that does not exist
-    flag, is_field = f"--{name}", action.dest == name.replace("-", "_") and isinstance(action, parser.Field)
-    if action.nargs == 0:
-        if not isinstance(value, bool):
-            raise Refused(f"{flag} {value}: give True or False")
-        return [flag] if value else []
-    if value is None:
-        return [f"{flag}=none"] if is_field else []
-    if isinstance(value, (list, tuple, Mapping)) and is_field:
-        return [f"{flag}={_toml(value)}"]
-    if isinstance(value, (list, tuple)) and name == "gpus":
-        return [f"{flag}={','.join(map(str, value))}" + "," * (len(value) == 1)]
-    if isinstance(value, types.ModuleType):
-        value = _task(value)
-    if isinstance(value, (list, tuple)) and name == "rungs":
-        return [f"{flag}={','.join(map(str, value))}"]
-    if name == "after":
-        runs = value if isinstance(value, (list, tuple)) else [value]
-        return [f"{flag}={','.join(one.name if isinstance(one, Run) else str(one) for one in runs)}"]
-    values = value if isinstance(value, (list, tuple)) else [value]
-    return [f"{flag}={_toml(one) if isinstance(one, bool) else one}" for one in values]
-
-
-def _toml(value: Any) -> str:
-    """Return a value as TOML."""
-    if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{json.dumps(str(name))} = {_toml(one)}" for name, one in value.items()) + "}"
-    if isinstance(value, (list, tuple)):
-        return f"[{', '.join(map(_toml, value))}]"
-    if isinstance(value, bool):
-        return str(value).lower()
-    return json.dumps(value, ensure_ascii=False) if isinstance(value, str) else str(value)

@@ -24,6 +24,7 @@ from torch.utils.data import TensorDataset
 import train
 from tests.train.conftest import PATIENCE, Station
 from train import api
+from train.commands import from_python
 from train.errors import Refused
 
 
@@ -42,7 +43,7 @@ def python(station: Station, code: str, wait: bool = True) -> Any:
 
 def words(*given: Any, **options: Any) -> dict[str, Any]:
     """What the command line of a launch says."""
-    return vars(api._options("launch", [*given], options, options.pop("arguments", ())))
+    return vars(from_python.options_of("launch", [*given], options, arguments=options.pop("arguments", ())))
 
 
 def test_keywords_become_the_flags_of_the_command_line() -> None:
@@ -76,10 +77,10 @@ def test_a_script_gets_its_arguments_and_a_task_may_be_a_module() -> None:
         train.launch(script="a.py", nprocs=3)
     module = types.ModuleType("mine")
     module.__file__ = "/somewhere/mine.py"
-    assert api._task(module) == "/somewhere/mine.py"
+    assert from_python.task_word(module) == "/somewhere/mine.py"
     from train.tasks import digits
 
-    assert api._task(digits) == "digits"
+    assert from_python.task_word(digits) == "digits"
     with pytest.raises(Refused, match="the module of_a_cell has no file; write the task into a Python file"):
         train.launch(types.ModuleType("of_a_cell"))
 
