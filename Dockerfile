@@ -89,6 +89,13 @@ RUN --mount=type=cache,target=/root/.cache \
     # Check that the remaining packages import and compute.
     python3 -c 'import torch, torchvision, triton, scipy.stats, sklearn.datasets, matplotlib.pyplot; torch.ones(2) @ torch.ones(2)'
 
+# uPlot, which draws the curves of the page.
+ARG NPM_MIRROR=
+RUN --mount=type=secret,id=ca_bundle \
+    --mount=type=bind,source=docker/uplot.py,target=/run/uplot.py \
+    if [ -s /run/secrets/ca_bundle ]; then export SSL_CERT_FILE=/run/secrets/ca_bundle; fi; \
+    python3 -B /run/uplot.py
+
 # --- what changes often comes last, so that a change costs seconds --------------------------------------------------
 # More Debian packages of a person.
 ARG EXTRA_APT=

@@ -17,7 +17,7 @@ def test_make_up_on_a_fresh_clone_ends_healthy_and_prints_how_to_get_in(station:
     eventually("the engine has seen it", station.healthy)
     assert "HTTP 000" not in station.log
     name = station.project.replace("_", "-")
-    assert f"http://{name}.localhost:{station.jupyter_port}/lab?token={station.token}" in printed
+    assert f"http://{name}.localhost:{station.jupyter_port}/?token={station.token}" in printed
     assert station.url in printed
     assert all(words in printed for words in ("TensorBoard", "make shell", "01-the-station"))
     assert " ".join(station.ssh_words) in printed
