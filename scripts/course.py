@@ -35,6 +35,14 @@ LARGEST = 400_000
 """Maximum size of a stored notebook, in bytes."""
 PLACE = "/workspace/projects/course"
 """The folder in which people run the course in the station."""
+METADATA = {
+    "kernelspec": {"display_name": "Python 3 (ipykernel)", "language": "python", "name": "python3"},
+    "language_info": {
+        "codemirror_mode": {"name": "ipython", "version": 3}, "file_extension": ".py", "mimetype": "text/x-python",
+        "name": "python", "nbconvert_exporter": "python", "pygments_lexer": "ipython3", "version": "3.11.2",
+    },
+}  # fmt: skip
+"""What the station's kernel says of itself. JupyterLab marks a notebook as changed if it says something else."""
 EXECUTED = Path(__file__).with_suffix(".sha256")
 """A line for each notebook, as sha256sum writes it: the digest of what was executed when its outputs were stored."""
 WORDS = {"": ("## Exercises", "Solution"), "zh": ("## 练习", "参考答案")}
@@ -129,8 +137,7 @@ def _joined(outputs: list[Any]) -> list[Any]:
 
 def store(notebook: Any, path: Path) -> None:
     """Write a notebook so that a second execution changes only what it prints."""
-    kernel = {"display_name": "Python 3 (ipykernel)", "language": "python", "name": "python3"}
-    notebook.metadata = nbformat.from_dict({"kernelspec": kernel, "language_info": {"name": "python"}})
+    notebook.metadata = nbformat.from_dict(METADATA)
     notebook.nbformat, notebook.nbformat_minor = 4, 5
     for number, cell in enumerate(notebook.cells):
         cell.id = f"cell-{number:02}"
