@@ -197,7 +197,7 @@ def faults(path: Path) -> Iterator[str]:
     is_last = path.name == notebooks()[-1].name
     if not is_last and not re.search(r"\]\([\w./-]+\.ipynb\)", notebook.cells[-1].source.rpartition("</details>")[2]):
         yield "no line after the last solution links the next notebook"
-    for target in (target for text in texts for target in _LINK.findall(text) if target.endswith(".ipynb")):
+    for target in (target for text in texts for target in _LINK.findall(text) if target.endswith((".ipynb", ".md"))):
         if not (path.parent / target).is_file():
             yield f"a link leads to {target}, which does not exist"
     counts = [cell.execution_count for cell in code_cells(notebook)]
@@ -257,10 +257,15 @@ def _names(line: str) -> str:
     return " ".join(re.findall(r"[A-Z][A-Z_]+(?![a-z])|\d+|[+|-]{2,}", line))
 
 
+def _pages(links: list[str]) -> list[str]:
+    """Return links without the folder of a language. Only Chinese has a page of terms."""
+    return sorted(re.sub(r"^(\.\./)+docs/(zh/)?", "docs/", link) for link in links if not link.endswith("/terms.md"))
+
+
 SHAPES: dict[str, Any] = {
     "headings": lambda text: [len(mark) for mark in re.findall(r"^(#+) ", text, re.MULTILINE)],
     "rows of tables": lambda text: [line.count("|") for line in text.splitlines() if line.startswith("|")],
-    "links": lambda text: sorted(_LINK.findall(text)),
+    "links": lambda text: _pages(_LINK.findall(text)),
     "fenced blocks": _fenced,
     "code": lambda text: sorted(set(_CODE.findall(_BLOCK.sub("", text)))),
 }
