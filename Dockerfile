@@ -69,8 +69,7 @@ FROM system AS runtime
 ARG PIP_INDEX_URL=
 WORKDIR /opt/trainstation
 COPY requirements.lock docker/slim.sh ./
-# uv itself is checked by the lock's hash too. Byte code is compiled now, because `dev` cannot write beside the
-# modules and would compile them at each start. pip's cache is a mount and not part of the image.
+# uv itself is checked by the lock's hash too. pip's cache is a mount and not part of the image.
 # hadolint ignore=DL3042
 RUN --mount=type=cache,target=/root/.cache \
     --mount=type=secret,id=ca_bundle \
@@ -83,7 +82,7 @@ RUN --mount=type=cache,target=/root/.cache \
     fi; \
     awk '/^uv==/ {found = 1} found {print} found && !/\\$/ {exit}' requirements.lock >/tmp/uv.lock; \
     python3 -m pip install --no-compile --quiet --root-user-action=ignore --require-hashes -r /tmp/uv.lock; \
-    UV_LINK_MODE=copy uv pip install --system --require-hashes --no-deps --compile-bytecode -r requirements.lock; \
+    UV_LINK_MODE=copy uv pip install --system --require-hashes --no-deps -r requirements.lock; \
     rm /tmp/uv.lock; \
     ./slim.sh; \
     # Check that the remaining packages import and compute.

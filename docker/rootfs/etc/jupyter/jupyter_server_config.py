@@ -42,7 +42,7 @@ c.ServerApp.terminado_settings = {"shell_command": ["/bin/bash", "-c", to_the_ch
 # A login opens the page. If train/ has an error, a login opens JupyterLab, and the log has the error.
 if os.environ.get("STATION_LANDING") != "lab":
     with contextlib.suppress(Exception):
-        importlib.import_module("train.web")
+        importlib.import_module("train.web.handlers")
         c.LabApp.default_url = "/train/"
 c.ServerApp.quit_button = False
 c.ServerApp.shutdown_no_activity_timeout = 0
