@@ -19,7 +19,7 @@ from tornado.web import Application, HTTPError, authenticated
 
 from .. import errors, screen
 from ..errors import Refused
-from . import home, run_page, texts
+from . import curves, home, run_page, texts
 from .look import Look, Place
 from .texts import Texts
 
@@ -198,14 +198,17 @@ class OneRun(Page):
 
     @authenticated
     async def get(self, name: str) -> None:
-        data = await self.tell(run_page.content, self.place, name, self.asked)
-        self.show("run.html", data=data, api=f"{self.base}api/run/{name}")
+        data, svg, others = await self.tell(run_page.whole, self.place, name, self.asked)
+        machine = curves.machine_names()
+        api = f"{self.base}api/run/{name}"
+        self.show("run.html", data=data, svg=svg, others=others, machine=machine, api=api)
 
     @property
     def asked(self) -> run_page.Asked:
         """What the address asks for."""
-        others = [one for one in self.get_query_argument("with", "").split(",") if one]
-        return run_page.Asked(tuple(others[:_MOST_COMPARED]), self.number("rank"), self.number("attempt"))
+        others = [one.strip() for one in self.get_query_argument("with", "").split(",") if one.strip()]
+        mark = self.get_query_argument("mark", "")
+        return run_page.Asked(tuple(others[:_MOST_COMPARED]), rank=self.number("rank"), mark=mark)
 
 
 class RunFacts(OneRun):

@@ -63,6 +63,7 @@ class Look:
         self._runs = Runs(runs)
         self._found: list[RunStatus] = []
         self._until = 0.0
+        self._kept: dict[tuple[str, ...], tuple[float, object]] = {}
         self._thread = ThreadPoolExecutor(1, "page")
 
     async def call(self, function: Callable[P, T], *arguments: P.args, **named: P.kwargs) -> T:
@@ -83,6 +84,15 @@ class Look:
     def damaged(self) -> int:
         """Number of run folders that cannot be read."""
         return self._runs.damaged
+
+    def kept(self, key: tuple[str, ...], seconds: float, make: Callable[[], T]) -> T:
+        """Return what `make` returns, or returned at most so many seconds ago for this key."""
+        until, known = self._kept.get(key, (0.0, None))
+        if time.monotonic() >= until:
+            known = make()
+            self._kept = {one: value for one, value in self._kept.items() if value[0] > time.monotonic()}
+            self._kept[key] = time.monotonic() + seconds, known
+        return known  # type: ignore[return-value]
 
     def forget(self) -> None:
         """Look again the next time."""
