@@ -158,7 +158,7 @@ class Page(JupyterHandler):
     def number(self, name: str, otherwise: int = 0) -> int:
         """Return a number of the address."""
         text = self.get_query_argument(name, "")
-        return errors.whole(text) if errors.is_whole(text) and len(text) < 10 else otherwise
+        return errors.whole(text) if errors.is_whole(text) and len(text) < 12 else otherwise
 
     def write_error(self, status_code: int, **kwargs: Any) -> None:
         """Send what is wrong as a line, never a traceback."""
@@ -239,8 +239,7 @@ class Act(Page):
         command = [what, name] if name else ["launch", "digits"]
         code, out, said = await _carry_out(command, self.look.folder)
         started = out.split()[-1] if out.split() and not name else name
-        self.look.said[started] = "" if code == 0 and not name else said
-        self.look.forget()
+        self.look.remember(started, "" if code == 0 and not name else said)
         self.redirect(self.base + (f"run/{started}" if started else ""), status=303)
 
 

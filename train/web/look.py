@@ -22,6 +22,8 @@ P = ParamSpec("P")
 T = TypeVar("T")
 _EVERY = 1.5
 """Seconds for which a look at the runs is used."""
+_REMEMBERED = 120.0
+"""Seconds for which a page shows what a command has said."""
 _SHARE = 20
 """A look is used for at least so many times as long as it took: then looks take a twentieth of a core at most."""
 
@@ -58,8 +60,7 @@ class Look:
     def __init__(self, runs: Path) -> None:
         self.folder = runs
         self.machine = Machine(runs)
-        self.said: dict[str, str] = {}
-        """Maps a run to what the last command of the page for it has said; '' is the start of a run."""
+        self._said: dict[str, tuple[float, str]] = {}
         self._runs = Runs(runs)
         self._found: list[RunStatus] = []
         self._until = 0.0
@@ -94,9 +95,15 @@ class Look:
             self._kept[key] = time.monotonic() + seconds, known
         return known  # type: ignore[return-value]
 
-    def forget(self) -> None:
-        """Look again the next time."""
+    def remember(self, name: str, said: str) -> None:
+        """Keep what a command of the page has said of a run ('': of the demo's start), and look again the next time."""
+        self._said[name] = time.monotonic(), said
         self._until = 0.0
+
+    def said(self, name: str) -> str:
+        """Return what the last command of the page has said of a run lately."""
+        at, text = self._said.get(name, (0.0, ""))
+        return text if time.monotonic() - at < _REMEMBERED else ""
 
     def one(self, name: str) -> RunStatus:
         """Return how the run of this name stands now.

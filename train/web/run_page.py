@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import re
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,7 +12,6 @@ from urllib.parse import quote
 
 from markupsafe import Markup
 
-from .. import screen
 from ..errors import Refused
 from ..format import figure, figures, size
 from ..monitor import time_spent
@@ -24,8 +22,6 @@ from ..views import listing, settings, sweep
 from . import curves, rows
 from .look import Look, Place
 
-_ANSI = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|.)")
-"""Escape sequences of terminals."""
 _LOG, _LINES = 1 << 16, 400
 """Maximum number of bytes and lines of a log on the page."""
 _MOST_ATTEMPTS, _MOST_CHECKPOINTS, _MOST_PICTURES, _MOST_RANKS = 30, 20, 24, 256
@@ -51,33 +47,39 @@ def check_may(look: Look, name: str, what: str) -> None:
 
 
 def content(place: Place, name: str, asked: Asked) -> dict[str, Any]:
-    """Return what the page shows."""
+    """Return what the page shows.
+
+    Raises:
+        Refused: there is no such run.
+    """
     look = place.look
     one, others = look.one(name), [look.one(other) for other in dict.fromkeys(asked.others) if other != name]
-    values = rows.of(place, one) | {"said": look.said.get(name, ""), "owner": place.t("owner", one.owner)}
+    values = rows.of(place, one) | {"said": look.said(name), "owner": place.t("owner", one.owner)}
     if one.state == states.OTHER_FORMAT:
-        return {"values": values, "lists": {}, "compared": []}
+        return {"values": rows.plain(values), "lists": {}, "compared": []}
     may, account = rows.may(one), one.account
     shown = [found for found in (one, *others) if found.state != states.OTHER_FORMAT]
     data: dict[str, Any] = {
         "values": values | {
+            "metric": _sweep_table(place, one)[0][-1] if one.sweep else "",
             "may_stop": may == "stop", "may_resume": may == "resume", "result": figures(one.result),
             "command": one.record.get("command_line") or "", "set": settings.as_flags(one.spec),
             "whole": place.t("whole", place.t.duration(account.whole)) if account.whole else "",
-            "redone": place.t("redone", account.redone) if account.redone else "",
-            "verdict": ". ".join([*time_spent.verdict(account, one.record), *account.notes]),
+            "redone": place.t.count("redone", account.redone) if account.redone else "",
+            "verdict": "\n".join([*time_spent.verdict(account, one.record), *account.notes]),
             "log": _log(one, asked.rank), "log_of": place.t("log_of", _attempt(one)) if _attempt(one) else "",
         },
         "lists": {
             "parts": _parts(place, account), "attempts": _attempts(place, one), "checkpoints": _checkpoints(place, one),
-            "settings": _settings(one), "facts": _facts(one), "commands": _commands(place, one),
+            "settings": _settings(place, one), "facts": _facts(one), "commands": _commands(place, one),
             "pictures": _pictures(place, one), "trials": _trials(place, one), "compare": _compare(place, shown),
         },
         "ranks": _ranks(one), "rank": asked.rank, "compared": [found.name for found in shown],
     }  # fmt: skip
     data["mark"] = " ".join(map(curves.mark, shown))
+    data = rows.plain(data)
     if data["mark"] != asked.mark:
-        data["curves"] = [curves.of(look, found) for found in shown]
+        data["curves"] = [curves.of(look, found) for found in shown if not found.sweep]
     return data
 
 
@@ -102,11 +104,11 @@ def _ranks(one: RunStatus) -> list[int]:
 
 
 def _log(one: RunStatus, rank: int) -> str:
-    """Return the last lines of a rank's output in the last attempt, without control characters."""
+    """Return the last lines of a rank's output in the last attempt."""
     path = one.run.logs(_attempt(one)) / f"rank{rank}.log"
     with contextlib.suppress(OSError):
         text = progress_lines.fold(durable.read_tail(path, _LOG)).decode(errors="replace")
-        return "\n".join(screen.printable(_ANSI.sub("", line)) for line in text.splitlines()[-_LINES:])
+        return "\n".join(text.splitlines()[-_LINES:])
     return ""
 
 
@@ -132,10 +134,10 @@ def _attempts(place: Place, one: RunStatus) -> list[dict[str, Any]]:
         lines = attempt.get("last_lines") or [] if is_last else []
         found.append({
             "key": str(attempt["number"]), "number": place.t("attempt", attempt["number"]),
-            "made": listing.made(attempt), "ranks": place.t("ranks", attempt["world_size"]),
+            "made": listing.made(attempt), "ranks": place.t.count("ranks", attempt["world_size"]),
             "when": place.t.ago(time.time() - began) if began else "",
             "end": listing.with_reason(end, attempt.get("reason")),
-            "lines": "\n".join(screen.printable(_ANSI.sub("", line)) for line in lines),
+            "lines": "\n".join(lines),
         })  # fmt: skip
     return found
 
@@ -157,9 +159,14 @@ def _checkpoints(place: Place, one: RunStatus) -> list[dict[str, Any]]:
     return found
 
 
-def _settings(one: RunStatus) -> list[dict[str, Any]]:
+def _settings(place: Place, one: RunStatus) -> list[dict[str, Any]]:
     return [
-        {"key": each.name, "name": each.name, "value": environment.shown([each.value]), "default": each.default}
+        {
+            "key": each.name,
+            "name": each.name,
+            "value": environment.shown([each.value]),
+            "default": place.t("default", each.default) if each.default else "",
+        }
         for each in settings.listed(one.spec)
         if each.is_set
     ]
@@ -199,18 +206,25 @@ def _pictures(place: Place, one: RunStatus) -> list[dict[str, Any]]:
     ]
 
 
+def _sweep_table(place: Place, one: RunStatus) -> list[list[Any]]:
+    """Return the table of a sweep, as its CSV has it, with the metric as the head of the mean."""
+
+    def table() -> list[list[Any]]:
+        with contextlib.suppress(Refused):
+            rows, metric = sweep.of_sweep(one.run)
+            heads, *lines = sweep.as_csv(rows, metric)
+            return [[*heads[: -len(sweep.HEADS)], metric.name], *lines]
+        return [[""]]
+
+    return place.look.kept(("sweep", one.name), _SWEEPS, table)
+
+
 def _trials(place: Place, one: RunStatus) -> list[dict[str, Any]]:
     """Return the table of a sweep."""
     if not one.sweep:
         return []
-
-    def table() -> list[list[Any]]:
-        with contextlib.suppress(Refused):
-            return sweep.as_csv(*sweep.of_sweep(one.run))
-        return [[]]
-
-    heads, *lines = place.look.kept(("sweep", one.name), _SWEEPS, table)
-    count = len(heads) - len(sweep.HEADS)
+    heads, *lines = _sweep_table(place, one)
+    count = len(heads) - 1
     found = []
     for number, line in enumerate(lines):
         done, trials, mean, deviation, state, top = line[count:]
@@ -248,5 +262,3 @@ def _compare(place: Place, shown: Sequence[RunStatus]) -> list[dict[str, Any]]:
 def _bests(shown: Sequence[RunStatus]) -> list[dict[str, float]]:
     find_best(shown)
     return [{**one.best} for one in shown]
-
-

@@ -148,7 +148,7 @@
 
   const curves = (() => {
     const panels = new Map(), controls = get("controls");
-    const DASHES = [[], [6, 4], [2, 3], [10, 3, 2, 3]], COLOURS = ["--line", "--wait", "--good", "--bad"];
+    const DASHES = [[], [6, 4], [2, 3], [10, 3, 2, 3]], SIGNS = ["\u2500\u2500", "- -", "\u00b7\u00b7\u00b7", "\u2500\u00b7"], COLOURS = ["--line", "--wait", "--good", "--bad"];
     let runs = [], isOwn = false;
     const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
     const number = (value) => (value === null || value === undefined ? "-" : String(Number(value.toPrecision(4))));
@@ -172,7 +172,9 @@
 
     function marks(plot) {
       const isTime = controls.elements.axis.value === "time", context = plot.ctx;
+      let said = -Infinity;
       context.save();
+      context.textAlign = "left";
       context.strokeStyle = context.fillStyle = colour("--wait");
       context.setLineDash([4 * devicePixelRatio, 3 * devicePixelRatio]);
       for (const run of runs) {
@@ -185,7 +187,9 @@
           context.moveTo(x, plot.bbox.top);
           context.lineTo(x, plot.bbox.top + plot.bbox.height);
           context.stroke();
-          if (run.marks.length < 4) context.fillText(get("panels").dataset.restart, x + 4, plot.bbox.top + 12 * devicePixelRatio);
+          if (x - said < 70 * devicePixelRatio) continue; // no text over another one
+          context.fillText(get("panels").dataset.restart, x + 4, plot.bbox.top + 12 * devicePixelRatio);
+          said = x;
         }
       }
       context.restore();
@@ -203,7 +207,7 @@
       const axis = (more) => ({ stroke: colour("--soft"), grid: { stroke: colour("--edge"), width: 1 }, ticks: { stroke: colour("--edge"), width: 1 }, ...more });
       const plot = new uPlot({
         width: Math.max(figure.clientWidth, 200), height: 220,
-        legend: { show: found.length > 1 },
+        legend: { show: found.length > 1, live: false },
         cursor: { sync: { key: "page", setSeries: false }, drag: { x: true, y: false }, points: { size: 6 } },
         scales: { x: { time: false }, y: controls.elements.log.checked ? { distr: 3 } : {} },
         axes: [
@@ -213,10 +217,10 @@
         series: [
           { label: isTime ? "time" : "step", value: (_, at) => (isTime ? seconds(at) : number(at)) },
           ...found.map((run) => {
-            const place = runs.indexOf(run);
+            const place = runs.indexOf(run), dash = (place + Math.floor(place / COLOURS.length)) % DASHES.length;
             return {
-              label: run.name, stroke: colour(COLOURS[place % COLOURS.length]), width: 1.6, spanGaps: true, value: (_, at) => format(at),
-              dash: DASHES[(place + Math.floor(place / COLOURS.length)) % DASHES.length], points: { show: kind === "eval" ? undefined : false },
+              label: `${SIGNS[dash]} ${run.name}`, stroke: colour(COLOURS[place % COLOURS.length]), width: 1.6, spanGaps: true, value: (_, at) => format(at),
+              dash: DASHES[dash], points: { show: kind === "eval" ? undefined : false },
             };
           }),
         ],
@@ -229,7 +233,8 @@
       function tell(one) {
         const at = one.cursor.idx, where = at ?? one.data[0].length - 1;
         const across = isTime ? seconds(one.data[0][where]) : number(one.data[0][where]);
-        value.textContent = found.length > 1 ? "" : `${format(one.data[1][where])}${at === null || at === undefined ? "" : ` · ${across}`}`;
+        const values = one.data.slice(1).map((all) => format(at === null || at === undefined ? all.findLast((one) => one !== null && one !== undefined) : all[where]));
+        value.textContent = values.join(" / ") + (at === null || at === undefined ? "" : ` · ${across}`);
       }
       plot.over.addEventListener("dblclick", () => own(false));
       const panel = { plot, figure, kind, name, tell, count: found.length };
@@ -282,6 +287,7 @@
         queueMicrotask(() => range(made)); // uPlot draws in a microtask
       }
       for (const key of [...panels.keys()]) if (!wanted.has(key)) remove(key);
+      controls.hidden = !panels.size;
       get("svg").hidden = panels.size > 0;
     }
 
@@ -294,7 +300,6 @@
     const fit = () => panels.forEach(({ plot, figure }) => plot.setSize({ width: Math.max(figure.clientWidth, 200), height: 220 }));
 
     if (controls && window.uPlot) {
-      controls.hidden = false;
       controls.addEventListener("submit", (event) => event.preventDefault());
       controls.elements.axis.addEventListener("change", () => { own(false); draw(true); });
       controls.elements.log.addEventListener("change", () => draw(true));
