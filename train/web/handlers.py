@@ -19,7 +19,7 @@ from tornado.web import Application, HTTPError, authenticated
 
 from .. import errors, screen
 from ..errors import Refused
-from . import home, run_page, texts
+from . import curves, home, run_page, texts
 from .look import Look, Place
 from .texts import Texts
 
@@ -158,7 +158,7 @@ class Page(JupyterHandler):
     def number(self, name: str, otherwise: int = 0) -> int:
         """Return a number of the address."""
         text = self.get_query_argument(name, "")
-        return errors.whole(text) if errors.is_whole(text) and len(text) < 10 else otherwise
+        return errors.whole(text) if errors.is_whole(text) and len(text) < 12 else otherwise
 
     def write_error(self, status_code: int, **kwargs: Any) -> None:
         """Send what is wrong as a line, never a traceback."""
@@ -198,14 +198,17 @@ class OneRun(Page):
 
     @authenticated
     async def get(self, name: str) -> None:
-        data = await self.tell(run_page.content, self.place, name, self.asked)
-        self.show("run.html", data=data, api=f"{self.base}api/run/{name}")
+        data, svg, others = await self.tell(run_page.whole, self.place, name, self.asked)
+        machine = curves.machine_names()
+        api = f"{self.base}api/run/{name}"
+        self.show("run.html", data=data, svg=svg, others=others, machine=machine, api=api)
 
     @property
     def asked(self) -> run_page.Asked:
         """What the address asks for."""
-        others = [one for one in self.get_query_argument("with", "").split(",") if one]
-        return run_page.Asked(tuple(others[:_MOST_COMPARED]), self.number("rank"), self.number("attempt"))
+        others = [one.strip() for one in self.get_query_argument("with", "").split(",") if one.strip()]
+        mark = self.get_query_argument("mark", "")
+        return run_page.Asked(tuple(others[:_MOST_COMPARED]), rank=self.number("rank"), mark=mark)
 
 
 class RunFacts(OneRun):
@@ -236,8 +239,7 @@ class Act(Page):
         command = [what, name] if name else ["launch", "digits"]
         code, out, said = await _carry_out(command, self.look.folder)
         started = out.split()[-1] if out.split() and not name else name
-        self.look.said[started] = "" if code == 0 and not name else said
-        self.look.forget()
+        self.look.remember(started, "" if code == 0 and not name else said)
         self.redirect(self.base + (f"run/{started}" if started else ""), status=303)
 
 

@@ -44,14 +44,14 @@ def content(place: Place, query: str, page: int, *, since: float = 0.0) -> dict[
     def cells(one: RunStatus) -> dict[str, Any]:
         return rows.of_sweep(place, one, sweeps[one.sweep]) if one.sweep else rows.of(place, one)
 
-    alive, news = sum(one.is_alive for one in found), _news(place, found, since) if since else []
-    return {
+    alive, news = sum(one.is_alive for one in found), _news(place, [one for one in found if one.trial_of not in sweeps], since) if since else []
+    return rows.plain({
         "values": {
-            **_machine(place), "count": t("count", len(found), alive) if found else "",
-            "damaged": t("damaged", place.look.damaged) if place.look.damaged else "",
+            **_machine(place), "count": t.count("count", len(found), alive) if found else "",
+            "damaged": t.count("damaged", place.look.damaged) if place.look.damaged else "",
             "pages": t("pages", page, pages) if pages > 1 else "",
             "older": f"?page={page + 1}" if page < pages else "", "newer": f"?page={page - 1}" if page > 1 else "",
-            "said": place.look.said.get("", ""),
+            "said": place.look.said(""),
             "nothing_live": t("nothing_live") if found and not live else "",
             "nothing_found": t("nothing_found") if query and not shown else "",
             "since": t("since", t.ago(time.time() - since)) if news else "",
@@ -63,7 +63,7 @@ def content(place: Place, query: str, page: int, *, since: float = 0.0) -> dict[
             "live": [cells(one) for one in live[:_MOST_LIVE]],
             "ended": [cells(one) for one in ended[(page - 1) * _PAGE : page * _PAGE]],
         },
-    }  # fmt: skip
+    })  # type: ignore[no-any-return]  # fmt: skip
 
 
 def latest(look: Look) -> str:

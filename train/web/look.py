@@ -22,6 +22,8 @@ P = ParamSpec("P")
 T = TypeVar("T")
 _EVERY = 1.5
 """Seconds for which a look at the runs is used."""
+_REMEMBERED = 120.0
+"""Seconds for which a page shows what a command has said."""
 _SHARE = 20
 """A look is used for at least so many times as long as it took: then looks take a twentieth of a core at most."""
 
@@ -58,11 +60,11 @@ class Look:
     def __init__(self, runs: Path) -> None:
         self.folder = runs
         self.machine = Machine(runs)
-        self.said: dict[str, str] = {}
-        """Maps a run to what the last command of the page for it has said; '' is the start of a run."""
+        self._said: dict[str, tuple[float, str]] = {}
         self._runs = Runs(runs)
         self._found: list[RunStatus] = []
         self._until = 0.0
+        self._kept: dict[tuple[str, ...], tuple[float, object]] = {}
         self._thread = ThreadPoolExecutor(1, "page")
 
     async def call(self, function: Callable[P, T], *arguments: P.args, **named: P.kwargs) -> T:
@@ -84,9 +86,24 @@ class Look:
         """Number of run folders that cannot be read."""
         return self._runs.damaged
 
-    def forget(self) -> None:
-        """Look again the next time."""
+    def kept(self, key: tuple[str, ...], seconds: float, make: Callable[[], T]) -> T:
+        """Return what `make` returns, or returned at most so many seconds ago for this key."""
+        until, known = self._kept.get(key, (0.0, None))
+        if time.monotonic() >= until:
+            known = make()
+            self._kept = {one: value for one, value in self._kept.items() if value[0] > time.monotonic()}
+            self._kept[key] = time.monotonic() + seconds, known
+        return known  # type: ignore[return-value]
+
+    def remember(self, name: str, said: str) -> None:
+        """Keep what a command of the page has said of a run ('': of the demo's start), and look again the next time."""
+        self._said[name] = time.monotonic(), said
         self._until = 0.0
+
+    def said(self, name: str) -> str:
+        """Return what the last command of the page has said of a run lately."""
+        at, text = self._said.get(name, (0.0, ""))
+        return text if time.monotonic() - at < _REMEMBERED else ""
 
     def one(self, name: str) -> RunStatus:
         """Return how the run of this name stands now.

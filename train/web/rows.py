@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import time
 from typing import Any
 
-from .. import programs
+from .. import screen
 from ..cluster import jobs
 from ..errors import one_line
 from ..format import figures
@@ -19,6 +20,21 @@ SIGNS = {
     states.INTERRUPTED: "!", states.COPY: "\u29c9", states.QUEUED: "\u2026", states.CREATED: "\u2026",
 }  # fmt: skip
 """Maps states to a sign beside the word, so that colour is never all that differs."""
+
+
+_ANSI = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|.)")
+"""Escape sequences of terminals."""
+
+
+def plain(value: Any) -> Any:
+    """Return what a page shows without the escape sequences and control characters that its texts may quote."""
+    if isinstance(value, str):
+        if value.isprintable():
+            return value
+        return "\n".join(screen.printable(_ANSI.sub("", line)) for line in value.splitlines())
+    if isinstance(value, dict):
+        return {name: plain(inner) for name, inner in value.items()}
+    return [plain(inner) for inner in value] if isinstance(value, list) else value
 
 
 def of(place: Place, one: RunStatus) -> dict[str, Any]:
@@ -44,16 +60,16 @@ def head(place: Place, one: RunStatus) -> dict[str, Any]:
     }  # fmt: skip
     if one.state == states.OTHER_FORMAT:
         return cells
-    if one.total:
+    if one.total and one.state != states.FINISHED:
         cells["share"] = min(max(one.step / one.total, 0.0), 1.0)
     cells["step"] = t("step", one.done) if one.done else ""
     left = one.seconds_left
     cells["left"] = t("left", t.duration(left)) if left is not None else ""
     cells["saved"] = _saved(place, one) if one.is_at_work else ""
     if one.deaths and (lost := one.seconds_lost) is not None:
-        cells["lost"] = t("restarts", one.restarts, t.duration(lost))
+        cells["lost"] = t.count("restarts", one.restarts, t.duration(lost))
     elif one.restarts:
-        cells["lost"] = t("restarts_only", one.restarts)
+        cells["lost"] = t.count("restarts_only", one.restarts)
     return cells
 
 
@@ -75,7 +91,8 @@ def of_sweep(place: Place, one: RunStatus, trials: list[RunStatus]) -> dict[str,
         if (number := sum(trial.state == state for trial in trials))
     ]
     shown = ", ".join([place.t("trials", done, count), *counts])
-    return {**of(place, one), "step": shown, "share": done / count if count else 0.0, "sweep": place.t("table")}
+    cells = {**of(place, one), "step": shown, "result": "", "sweep": place.t("table")}
+    return cells if one.state == states.FINISHED else {**cells, "share": done / count if count else 0.0}
 
 
 def may(one: RunStatus) -> str:
@@ -85,5 +102,5 @@ def may(one: RunStatus) -> str:
         return ""
     if one.is_alive:
         return "stop"
-    is_here = not record.get("cluster") and programs.of_record(record) is not None
-    return "resume" if is_here and state in (states.STOPPED, states.INTERRUPTED, states.FAILED) else ""
+    is_ended = state in (states.STOPPED, states.INTERRUPTED, states.FAILED)
+    return "resume" if is_ended and not record.get("cluster") else ""

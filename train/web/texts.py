@@ -26,6 +26,11 @@ class Texts:
         """Return a text of the table with values in it."""
         return self._words[key].format(*values)
 
+    def count(self, key: str, number: int, *values: Any) -> str:
+        """Return a text with a number, which has another form for one in English."""
+        single = f"{key}_1"
+        return self(single if number == 1 and single in self._words else key, number, *values)
+
     def get(self, key: str) -> str:
         """Return a text of the table; the key itself if it has none."""
         return self._words.get(key, key)
