@@ -80,7 +80,11 @@ c.ServerProxy.servers = {
     },
     # Only a tile in the launcher: without command and port nothing is proxied.
     "page": {
-        "launcher_entry": {"title": "Runs", "path_info": "train/", "icon_path": "/etc/jupyter/runs.svg"},
+        "launcher_entry": {
+            "title": "训练" if chinese else "Runs",
+            "path_info": "train/",
+            "icon_path": "/etc/jupyter/runs.svg",
+        },
     },
 }
 warnings.filterwarnings("ignore", message="Server proxy page does not have a command")
