@@ -28,7 +28,8 @@ def fetch(folder: Path, mirror: str) -> str:
     )  # fmt: skip
     assert (done.returncode, done.stdout) == (1, "")
     assert not folder.exists()
-    assert len(lines := done.stderr.splitlines()) == 1, done.stderr
+    lines = done.stderr.splitlines()
+    assert len(lines) == 1, done.stderr
     return lines[0]
 
 
