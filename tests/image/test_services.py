@@ -51,6 +51,24 @@ def test_killed_services_come_back_alone_and_training_goes_on(station: Station, 
     steps_on(station, endless_run)
 
 
+@pytest.mark.turns
+def test_a_login_opens_jupyterlab_while_the_page_has_an_error(station: Station) -> None:
+    def lands() -> str:
+        station.root("kill", "-KILL", str(station.service_pid("jupyter")))
+        eventually("JupyterLab is back", lambda: _answers(station, "jupyter"))
+        return requests.get(station.url, allow_redirects=False, timeout=30).headers["Location"]
+
+    broken = station.folder / "train" / "web" / "handlers.py"
+    text = broken.read_text()
+    broken.write_text(f"{text}raise ValueError('not today')\n")
+    try:
+        assert lands().startswith("/lab")
+        assert "not today" in station.log
+    finally:
+        broken.write_text(text)
+    assert lands().startswith("/train/")
+
+
 CULLS = """
 from traitlets.config.loader import PyFileConfigLoader
 found = PyFileConfigLoader("/etc/jupyter/jupyter_server_config.py").load_config().MappingKernelManager
