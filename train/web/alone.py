@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import os
 import secrets
 import socket
 from pathlib import Path
@@ -79,7 +80,8 @@ def _token() -> str:
     except FileNotFoundError:
         pass
     token = secrets.token_hex(24)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    durable.write_atomically(path, token + "\n")
-    path.chmod(0o600)
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
+        os.fchmod(file.fileno(), 0o600)
+        file.write(token + "\n")
     return token

@@ -48,24 +48,26 @@ def add(app: Application, runs: Path, has_lab: bool) -> None:
         runs: The folder of the runs.
         has_lab: Whether the server has JupyterLab, and so sends files.
     """
-    look, files = Look(runs), Files(has_lab)
-    paths = {
+    base, given = app.settings["base_url"], {"look": Look(runs), "files": Files(has_lab)}
+    app.add_handlers(".*$", [(url_path_join(base, path), handler, given) for path, handler in paths().items()])
+
+
+def paths() -> dict[str, type[Page]]:
+    """Map the addresses of the page, as patterns, to their handlers."""
+    return {
         r"/train/?": Home, r"/train/latest": Latest, r"/train/run/([^/]+)": OneRun, r"/train/api/home": HomeFacts,
         r"/train/api/run/([^/]+)": RunFacts, r"/train/do/(demo)": Act, r"/train/do/(stop|resume)/([^/]+)": Act,
         r"/train/static/([0-9a-f]+)/([\w.]+)": Static,
     }  # fmt: skip
-    base = app.settings["base_url"]
-    given = {"look": look, "files": files}
-    app.add_handlers(".*$", [(url_path_join(base, path), handler, given) for path, handler in paths.items()])
 
 
 class Files:
     """What pages load: our style and script, and uPlot where it is installed."""
 
-    def __init__(self, has_lab: bool) -> None:
+    def __init__(self, has_lab: bool, prefix: str = sys.prefix) -> None:
         self.has_lab = has_lab
         found = [*(_HERE / "static").iterdir()]
-        found += [Path(sys.prefix) / "share" / "trainstation" / name for name in (UPLOT, "uPlot.min.css")]
+        found += [Path(prefix) / "share" / "trainstation" / name for name in (UPLOT, "uPlot.min.css")]
         self._found = {path.name: (self._digest(path), path) for path in found if path.is_file()}
         self.has_uplot = UPLOT in self._found
         self.templates = Environment(

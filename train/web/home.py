@@ -44,7 +44,10 @@ def content(place: Place, query: str, page: int, *, since: float = 0.0) -> dict[
     def cells(one: RunStatus) -> dict[str, Any]:
         return rows.of_sweep(place, one, sweeps[one.sweep]) if one.sweep else rows.of(place, one)
 
-    alive, news = sum(one.is_alive for one in found), _news(place, [one for one in found if one.trial_of not in sweeps], since) if since else []
+    alive, news = (
+        sum(one.is_alive for one in found),
+        _news(place, [one for one in found if one.trial_of not in sweeps], since) if since else [],
+    )
     return rows.plain({
         "values": {
             **_machine(place), "count": t.count("count", len(found), alive) if found else "",

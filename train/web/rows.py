@@ -8,7 +8,7 @@ from typing import Any
 
 from .. import screen
 from ..cluster import jobs
-from ..errors import one_line
+from ..errors import Refused, described, one_line
 from ..format import figures
 from ..monitor.status import RunStatus
 from ..run import states
@@ -38,7 +38,16 @@ def plain(value: Any) -> Any:
 
 
 def of(place: Place, one: RunStatus) -> dict[str, Any]:
-    """Return the cells of a run."""
+    """Return the cells of a run. A file of it that cannot be read is its reason, and hides no other run."""
+    try:
+        return _of(place, one)
+    except Exception as error:
+        line = one_line(str(error) if isinstance(error, Refused) else described(error))
+        cells = {"state": one.state, "label": f"? {place.t.get(one.state)}", "reason": line}
+        return {**cells, "key": one.name, "name": one.name, "url": place.run(one.name), "next": f"train show {one.name}"}
+
+
+def _of(place: Place, one: RunStatus) -> dict[str, Any]:
     t, now = place.t, time.time()
     cells = {**head(place, one), "key": one.name, "name": one.name, "url": place.run(one.name), "who": one.owner}
     if one.state == states.OTHER_FORMAT:
