@@ -69,8 +69,7 @@ FROM system AS runtime
 ARG PIP_INDEX_URL=
 WORKDIR /opt/trainstation
 COPY requirements.lock docker/slim.sh ./
-# uv itself is checked by the lock's hash too. Byte code is compiled now, because `dev` cannot write beside the
-# modules and would compile them at each start. pip's cache is a mount and not part of the image.
+# uv itself is checked by the lock's hash too. pip's cache is a mount and not part of the image.
 # hadolint ignore=DL3042
 RUN --mount=type=cache,target=/root/.cache \
     --mount=type=secret,id=ca_bundle \
@@ -83,11 +82,18 @@ RUN --mount=type=cache,target=/root/.cache \
     fi; \
     awk '/^uv==/ {found = 1} found {print} found && !/\\$/ {exit}' requirements.lock >/tmp/uv.lock; \
     python3 -m pip install --no-compile --quiet --root-user-action=ignore --require-hashes -r /tmp/uv.lock; \
-    UV_LINK_MODE=copy uv pip install --system --require-hashes --no-deps --compile-bytecode -r requirements.lock; \
+    UV_LINK_MODE=copy uv pip install --system --require-hashes --no-deps -r requirements.lock; \
     rm /tmp/uv.lock; \
     ./slim.sh; \
     # Check that the remaining packages import and compute.
     python3 -c 'import torch, torchvision, triton, scipy.stats, sklearn.datasets, matplotlib.pyplot; torch.ones(2) @ torch.ones(2)'
+
+# uPlot, which draws the curves of the page.
+ARG NPM_MIRROR=
+RUN --mount=type=secret,id=ca_bundle \
+    --mount=type=bind,source=docker/uplot.py,target=/run/uplot.py \
+    if [ -s /run/secrets/ca_bundle ]; then export SSL_CERT_FILE=/run/secrets/ca_bundle; fi; \
+    python3 -B /run/uplot.py
 
 # --- what changes often comes last, so that a change costs seconds --------------------------------------------------
 # More Debian packages of a person.

@@ -41,5 +41,8 @@ rm -f triton/backends/nvidia/lib/cupti/*.a nvidia/cusolver/lib/libcusolverMg.so.
 rm -rf onnx/backend/test/data jupyterlab/galata
 find matplotlib numpy scipy sklearn sympy networkx -type d -name tests -prune -exec rm -rf {} +
 
+# Byte code is compiled once, of what is left: `dev` cannot write beside the modules and would compile them at each start.
+python3 -I -m compileall -q -j 0 . >/dev/null || : # some packages hold files of other versions of Python
+
 # uv has done its work: what a person adds later comes by pip.
 python3 -m pip uninstall --yes --quiet --root-user-action=ignore uv

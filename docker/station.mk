@@ -7,7 +7,7 @@ shell: ## open a shell inside (ARGS=--noprofile: without reading the home folder
 ssh: ## log in over ssh (ARGS="train ls": run that command inside)
 ssh-command: ## print the ssh command as one line, to paste or to script
 logs: ## print the log of the services (ARGS=-f follows)
-url: ## print JupyterLab's address with its token
+url: ## print the address for a browser, with its token
 rotate: ## when someone leaves: make new token and keys, end all processes inside; saves the runs and resumes them
 status: ## show name, image, ports, health and runs
 rebuild: ## build the image again and start the station

@@ -35,6 +35,14 @@ LARGEST = 400_000
 """Maximum size of a stored notebook, in bytes."""
 PLACE = "/workspace/projects/course"
 """The folder in which people run the course in the station."""
+METADATA = {
+    "kernelspec": {"display_name": "Python 3 (ipykernel)", "language": "python", "name": "python3"},
+    "language_info": {
+        "codemirror_mode": {"name": "ipython", "version": 3}, "file_extension": ".py", "mimetype": "text/x-python",
+        "name": "python", "nbconvert_exporter": "python", "pygments_lexer": "ipython3", "version": "3.11.2",
+    },
+}  # fmt: skip
+"""What the station's kernel says of itself. JupyterLab marks a notebook as changed if it says something else."""
 EXECUTED = Path(__file__).with_suffix(".sha256")
 """A line for each notebook, as sha256sum writes it: the digest of what was executed when its outputs were stored."""
 WORDS = {"": ("## Exercises", "Solution"), "zh": ("## 练习", "参考答案")}
@@ -129,8 +137,7 @@ def _joined(outputs: list[Any]) -> list[Any]:
 
 def store(notebook: Any, path: Path) -> None:
     """Write a notebook so that a second execution changes only what it prints."""
-    kernel = {"display_name": "Python 3 (ipykernel)", "language": "python", "name": "python3"}
-    notebook.metadata = nbformat.from_dict({"kernelspec": kernel, "language_info": {"name": "python"}})
+    notebook.metadata = nbformat.from_dict(METADATA)
     notebook.nbformat, notebook.nbformat_minor = 4, 5
     for number, cell in enumerate(notebook.cells):
         cell.id = f"cell-{number:02}"
@@ -190,7 +197,7 @@ def faults(path: Path) -> Iterator[str]:
     is_last = path.name == notebooks()[-1].name
     if not is_last and not re.search(r"\]\([\w./-]+\.ipynb\)", notebook.cells[-1].source.rpartition("</details>")[2]):
         yield "no line after the last solution links the next notebook"
-    for target in (target for text in texts for target in _LINK.findall(text) if target.endswith(".ipynb")):
+    for target in (target for text in texts for target in _LINK.findall(text) if target.endswith((".ipynb", ".md"))):
         if not (path.parent / target).is_file():
             yield f"a link leads to {target}, which does not exist"
     counts = [cell.execution_count for cell in code_cells(notebook)]
@@ -250,10 +257,15 @@ def _names(line: str) -> str:
     return " ".join(re.findall(r"[A-Z][A-Z_]+(?![a-z])|\d+|[+|-]{2,}", line))
 
 
+def _pages(links: list[str]) -> list[str]:
+    """Return links without the folder of a language. Only Chinese has a page of terms."""
+    return sorted(re.sub(r"^(\.\./)+docs/(zh/)?", "docs/", link) for link in links if not link.endswith("/terms.md"))
+
+
 SHAPES: dict[str, Any] = {
     "headings": lambda text: [len(mark) for mark in re.findall(r"^(#+) ", text, re.MULTILINE)],
     "rows of tables": lambda text: [line.count("|") for line in text.splitlines() if line.startswith("|")],
-    "links": lambda text: sorted(_LINK.findall(text)),
+    "links": lambda text: _pages(_LINK.findall(text)),
     "fenced blocks": _fenced,
     "code": lambda text: sorted(set(_CODE.findall(_BLOCK.sub("", text)))),
 }

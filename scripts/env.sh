@@ -13,7 +13,7 @@ of_env() {
 mirrors_from_env() {
     local name value
     [ "${TRAINSTATION_IMAGE:-}" != 1 ] || return 0
-    for name in APT_MIRROR PIP_INDEX_URL HF_ENDPOINT HTTP_PROXY HTTPS_PROXY NO_PROXY NVIDIA_TOOLKIT_MIRROR; do
+    for name in APT_MIRROR PIP_INDEX_URL NPM_MIRROR HF_ENDPOINT HTTP_PROXY HTTPS_PROXY NO_PROXY NVIDIA_TOOLKIT_MIRROR; do
         value=${!name:-$(of_env "$name")}
         [[ $value != *REPLACE_WITH_* ]] ||
             { echo "error: $name=$value in .env is a placeholder: replace it, or remove that line" >&2; exit 2; }

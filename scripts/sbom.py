@@ -25,6 +25,10 @@ def components() -> Iterator[tuple[str, str, str]]:
     for found in distributions(path=["/usr/local/lib/python3.11/dist-packages"]):
         name = re.sub(r"[-_.]+", "-", found.metadata["Name"]).lower()
         yield name, found.version, f"pkg:pypi/{name}@{quote(found.version, safe='')}"
+    uplot = Path("/usr/share/trainstation/uPlot.iife.min.js")
+    if uplot.exists():
+        version = uplot.read_text().partition("(v")[2].partition(")")[0]
+        yield "uplot", version, f"pkg:npm/uplot@{version}"
     if Path("/usr/local/cuda/bin/nvcc").exists():
         version = _output("/usr/local/cuda/bin/nvcc", "--version").rpartition(", V")[2].split()[0]
         yield "cuda-nvcc", version, f"pkg:generic/cuda-nvcc@{version}"

@@ -116,10 +116,13 @@ install() {
     # Python caches compiled modules at their first import. If that is off, as in many containers, each process would
     # compile torch again and start twice as slowly.
     [ -z "${PYTHONDONTWRITEBYTECODE:-}" ] || export UV_COMPILE_BYTECODE=1
-    .venv/bin/uv pip install --python "$venv_python" --require-hashes --no-deps -r requirements.lock &&
-        .venv/bin/uv pip install --python "$venv_python" --no-deps --no-build-isolation -e . # with the locked setuptools
+    .venv/bin/uv pip install --python "$venv_python" --require-hashes --no-deps -r requirements.lock || return
+    unset UV_COMPILE_BYTECODE # uv would go through all packages again
+    .venv/bin/uv pip install --python "$venv_python" --no-deps --no-build-isolation -e . # with the locked setuptools
 }
 quietly "installing the packages" install || die "could not install the packages, see above."
+warning=$("$venv_python" docker/uplot.py 2>&1) ||
+    say "warning: $(tail -n 1 <<<"$warning"); the page draws simpler curves; to try again: $venv_python docker/uplot.py"
 
 echo "$key" >"$stamp.new"
 mv "$stamp.new" "$stamp"

@@ -109,7 +109,7 @@ check_form() { # NAME DEFAULT PATTERN WHAT
     [[ $(setting "$1" "$2") =~ ^($3)$ ]] || die "$1=$(setting "$1" "$2"): it is $4"
 }
 check_settings() {
-    local bind key data leases runs cores network free left
+    local bind key data leases runs cores network free left name
     left=$(grep -m 1 'REPLACE_WITH_' <<<"$settings" | sed -E 's/^ *"(.*)": "(.*)",?$/\1=\2/') || :
     [ -z "$left" ] || die "$left in .env is a placeholder: replace it, or remove that line"
     check_form GPUS all 'all|none|[1-9][0-9]*|([0-9]+,)+[0-9]*' "all, none, a count such as 2, or ids such as 0,1 (a single id: 2,)"
@@ -120,6 +120,7 @@ check_settings() {
     fi
     [ "$(setting JUPYTER_PORT 8888)" != "$(setting SSH_PORT 2222)" ] || die "JUPYTER_PORT and SSH_PORT are the same port: change one in .env"
     check_form PROTECT_CHECKOUT true 'true|false' "true or false"
+    check_form STATION_LANDING page 'page|lab' "page or lab"
     check_form STATION_LANG en 'en|zh_CN' "en or zh_CN"
     check_form STATION_EXPORTER on 'on|off' "on or off"
     ! wants_monitoring || [ "$(setting STATION_EXPORTER on)" = on ] ||
@@ -150,7 +151,10 @@ check_settings() {
         grep -qs 'BEGIN CERTIFICATE' "$(setting CA_BUNDLE)" || die "CA_BUNDLE=$(setting CA_BUNDLE) holds no certificate (PEM)"
     fi
     # Build arguments can be read in the image's history.
-    [[ ! $(setting PIP_INDEX_URL) =~ ://[^/]*@ ]] || die "PIP_INDEX_URL holds a password, which the image's history would show: use an index without a password"
+    for name in PIP_INDEX_URL NPM_MIRROR; do
+        [[ ! $(setting "$name") =~ ://[^/]*@ ]] || die "$name holds a password, which the image's history would show: use an index without a password"
+    done
+    [[ $(setting NPM_MIRROR https://x) =~ ^https?:// ]] || die "NPM_MIRROR=$(setting NPM_MIRROR) is no address: it begins with http:// or https://"
     runs=$(expand "$(setting RUNS_DIR ./runs)")
     check_folder RUNS_DIR "$runs"
     check_place RUNS_DIR "$runs"

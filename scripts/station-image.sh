@@ -24,7 +24,7 @@ inputs() {
             printf '%s %s\n' "$file" "$([ -x "$file" ] && echo x)"
             cat "$file"
         done
-        for name in BASE_IMAGE CUDA_IMAGE APT_MIRROR EXTRA_APT PIP_INDEX_URL; do setting "$name"; echo; done
+        for name in BASE_IMAGE CUDA_IMAGE APT_MIRROR EXTRA_APT PIP_INDEX_URL NPM_MIRROR; do setting "$name"; echo; done
     } | checksum 12
 }
 

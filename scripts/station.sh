@@ -198,13 +198,13 @@ up() { # [rebuild ARGUMENTS…]
     esac
     cat <<TEXT
 
-  JupyterLab   $address$same
+  Browser      $address$same
   TensorBoard  in JupyterLab's launcher
   ssh          $(ssh_line)
   shell        make shell$grafana
 ${others:+$others
 }
-  First notebook:          01-the-station, which JupyterLab opens at your first login
+  First notebook:          01-the-station, which JupyterLab opens at your first visit
   First run, in any shell: train launch digits --name demo1 --follow
   All commands:            make help
 TEXT
@@ -226,7 +226,7 @@ url() { # [ADDRESS]
     # A separate host name, because browsers send cookies to every port of a host: another station would get this one's.
     host=${1:-$host}
     case $host in 127.0.0.1) host=$(dns_label "$project").localhost ;; [![]*:*) host="[$host]" ;; esac
-    say "http://$host:$port/lab?token=$token"
+    say "http://$host:$port/?token=$token"
 }
 
 # Print the private key that may log in and that ssh would not find without being told.
@@ -253,7 +253,7 @@ for_colleagues() {
     at=$(where 2222)
     case $bound in 0.0.0.0 | :: | '[::]') addresses_of_machine "$bound" ;; *) printf '%s\n' "$bound" ;; esac |
         while IFS= read -r address; do
-            say "  JupyterLab   $(url "$address")"
+            say "  Browser      $(url "$address")"
             say "  ssh          ssh -p ${at#* } dev@${address//[\[\]]/}   (a key in .secrets/authorized_keys)"
         done
 }

@@ -60,6 +60,11 @@ def nothing_left(station: Station) -> None:
         ({"CA_BUNDLE": "/etc/hostname"}, "holds no certificate"),
         ({"STATION_EXPORTER": "maybe"}, "STATION_EXPORTER=maybe: it is on or off"),
         ({"STATION_LANG": "de"}, "STATION_LANG=de: it is en or zh_CN"),
+        ({"STATION_LANDING": "tree"}, "STATION_LANDING=tree: it is page or lab"),
+        (
+            {"NPM_MIRROR": "mirror.invalid"},
+            "NPM_MIRROR=mirror.invalid is no address: it begins with http:// or https://",
+        ),
         (
             {"BASE_IMAGE": "REPLACE_WITH_A_MIRROR/debian"},
             "BASE_IMAGE=REPLACE_WITH_A_MIRROR/debian in .env is a placeholder",

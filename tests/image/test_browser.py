@@ -41,6 +41,30 @@ def test_without_the_token_a_login_page_is_all_there_is(station: Station, page: 
     expect(page.get_by_text("Invalid credentials")).to_be_visible()
 
 
+def test_a_login_lands_on_the_page_and_a_tile_leads_there_from_lab(station: Station, page: Page, kept: Path) -> None:
+    said: list[str] = []
+    page.on("console", lambda message: message.type in ("error", "warning") and said.append(message.text))
+    page.goto(station.url)
+    assert "/login" in page.url
+    page.fill("#password_input", station.token)
+    page.click("#login_submit")
+    expect(page.get_by_role("heading", name="This machine")).to_be_visible()
+    page.wait_for_timeout(5000)  # the page reads the runs anew
+    page.screenshot(path=kept / "landing.png")
+    assert said == []
+    page.goto(f"{station.url}/?token={station.token}")  # what make url prints
+    assert page.url.startswith(f"{station.url}/train/")
+    answer = page.context.request.get(f"{station.url}/train/")
+    assert "script-src 'nonce-" in answer.headers["content-security-policy"]
+    assert "uPlot.iife.min" in answer.text()
+    page.goto(f"{station.url}/lab?reset")
+    with page.context.expect_page() as opened:
+        page.locator(".jp-LauncherCard", has_text="Runs").click()
+    expect(opened.value.get_by_role("heading", name="This machine")).to_be_visible()
+    assert opened.value.url == f"{station.url}/train/"
+    assert page.context.request.get(f"{station.url}/page/").status == 404  # the tile's entry proxies nothing
+
+
 def test_the_token_opens_the_lab_with_notebooks_and_runs(station: Station, page: Page) -> None:
     """It opens where notebooks can be saved; the rest of the checkout is one click away."""
     page.goto(f"{station.url}/lab?token={station.token}&reset")
@@ -60,7 +84,14 @@ def test_the_first_login_opens_the_welcome_notebook_and_later_ones_what_was_open
     page.goto(f"{station.url}/lab?token={station.token}")
     expect(page.locator(TAB, has_text="01-the-station")).to_be_visible()
     expect(page.locator(".jp-Notebook h1").first).to_contain_text("1. ")
+    expect(page.get_by_text("Python 3 (ipykernel) | Idle")).to_be_visible()
     page.screenshot(path=kept / "welcome.png")
+    assert page.locator(".lm-TabBar-tab.jp-mod-dirty").count() == 0, "it was only opened"
+    names = page.locator(".jp-DirListing-itemName")
+    assert names.evaluate_all("all => all.filter(one => one.scrollWidth > one.clientWidth).length") == 0
+    page.locator(".jp-Notebook a", has_text="docs/tasks.md").click()
+    expect(page.locator(".jp-MarkdownViewer h1").first).to_be_visible()
+    page.locator(".lm-TabBar-tab", has_text="tasks.md").locator(".lm-TabBar-tabCloseIcon").click()
     page.locator(".lm-TabBar-tab", has_text="01-the-station").locator(".lm-TabBar-tabCloseIcon").click()
     expect(page.locator(".jp-Launcher")).to_be_visible()
     page.wait_for_timeout(3000)  # JupyterLab saves its tabs a moment later
@@ -69,10 +100,10 @@ def test_the_first_login_opens_the_welcome_notebook_and_later_ones_what_was_open
     assert page.locator(TAB, has_text="01-the-station").count() == 0
 
 
-def test_a_station_in_chinese(make_station: Callable[..., Station], page: Page, kept: Path) -> None:
-    mine = make_station("chinese", STATION_LANG="zh_CN")
+def test_a_station_in_chinese_that_opens_lab(make_station: Callable[..., Station], page: Page, kept: Path) -> None:
+    mine = make_station("chinese", STATION_LANG="zh_CN", STATION_LANDING="lab")
     mine.make("up")
-    page.goto(f"{mine.url}/lab?token={mine.token}")
+    page.goto(f"{mine.url}/?token={mine.token}")
     expect(page.locator(TAB, has_text="01-the-station")).to_be_visible()
     expect(page.locator(".lm-MenuBar-itemLabel", has_text="\u6587\u4ef6").first).to_be_visible()  # File
     expect(page.locator(".jp-Notebook h1").first).to_contain_text("1. ")

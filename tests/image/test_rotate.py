@@ -106,7 +106,7 @@ def test_who_has_left_is_out_and_runs_go_on(mine: Station, tmp_path: Path) -> No
         assert f" {name}" in printed
         assert mine.dev("bash", "-c", f"cat ~/set-aside-*/{name} || ls ~/set-aside-*/{name}").returncode == 0
     assert "saved, and resumed by the keeper with the code in their folders: on" in printed
-    assert "/lab?token=" in printed
+    assert "/?token=" in printed
 
     assert mine.token != token
     assert mine.token not in mine.log
@@ -152,9 +152,9 @@ def test_addresses_that_a_colleague_can_open(mine: Station) -> None:
     address = run("ip", "-o", "-4", "route", "get", "192.0.2.1").stdout.partition("src ")[2].split()[0]
     for printed in (mine.first_up.stdout, mine.make("url").stdout):  # type: ignore[attr-defined]
         assert "plain HTTP" in printed
-        assert f"http://{address}:{mine.jupyter_port}/lab?token=" in printed
+        assert f"http://{address}:{mine.jupyter_port}/?token=" in printed
         assert f"ssh -p {mine.ssh_port} dev@{address}" in printed
-    found = re.findall(r"http://([0-9.]+):\d+/lab", mine.make("url").stdout)
+    found = re.findall(r"http://([0-9.]+):\d+/\?", mine.make("url").stdout)
     for one in found:
         assert requests.get(f"http://{one}:{mine.jupyter_port}/login", timeout=60).ok
 

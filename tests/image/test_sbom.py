@@ -39,6 +39,7 @@ def test_make_sbom_lists_each_package_as_the_schema_has_it(station: Station) -> 
     found = {part["purl"].split("?")[0] for part in json.loads(text)["components"]}
     locked = re.findall(r"^torch(?:vision)?==[^ ;]+", (ROOT / "requirements.lock").read_text(), re.MULTILINE)
     assert {f"pkg:pypi/{name.replace('==', '@')}" for name in locked} <= found
+    assert "pkg:npm/uplot@1.6.32" in found
     states = station.root("dpkg-query", "-W", "-f", "${db:Status-Status}\\n").stdout.split()
     assert states.count("installed") == len([purl for purl in found if purl.startswith("pkg:deb/")]) > 150
 

@@ -17,7 +17,7 @@ def test_make_up_on_a_fresh_clone_ends_healthy_and_prints_how_to_get_in(station:
     eventually("the engine has seen it", station.healthy)
     assert "HTTP 000" not in station.log
     name = station.project.replace("_", "-")
-    assert f"http://{name}.localhost:{station.jupyter_port}/lab?token={station.token}" in printed
+    assert f"http://{name}.localhost:{station.jupyter_port}/?token={station.token}" in printed
     assert station.url in printed
     assert all(words in printed for words in ("TensorBoard", "make shell", "01-the-station"))
     assert " ".join(station.ssh_words) in printed
@@ -49,6 +49,24 @@ def test_killed_services_come_back_alone_and_training_goes_on(station: Station, 
         assert station.service_pid(other) == other_pid
         eventually("the service answers", lambda service=service: _answers(station, service))
     steps_on(station, endless_run)
+
+
+@pytest.mark.turns
+def test_a_login_opens_jupyterlab_while_the_page_has_an_error(station: Station) -> None:
+    def lands() -> str:
+        station.root("kill", "-KILL", str(station.service_pid("jupyter")))
+        eventually("JupyterLab is back", lambda: _answers(station, "jupyter"))
+        return requests.get(station.url, allow_redirects=False, timeout=30).headers["Location"]
+
+    broken = station.folder / "train" / "web" / "handlers.py"
+    text = broken.read_text()
+    broken.write_text(f"{text}raise ValueError('not today')\n")
+    try:
+        assert lands().startswith("/lab")
+        assert "not today" in station.log
+    finally:
+        broken.write_text(text)
+    assert lands().startswith("/train/")
 
 
 CULLS = """

@@ -18,6 +18,7 @@ GROUPS = {
         "top": "live page of runs, their ranks and the GPUs",
         "gpus": "show who holds which GPU of this machine",
         "queue": "show which runs wait for GPUs or cores",
+        "web": "show the runs in a browser: what happened, live curves, logs",
         "logs": "print the output of a rank",
         "wait": "wait until runs have ended",
         "notify": "say where notices of a run's end go, or send a test",

@@ -6,13 +6,12 @@ import json
 import sys
 from argparse import Namespace
 from pathlib import Path
-from typing import Any
 
-from .. import gpus, screen
-from ..build import cores
+from .. import screen
 from ..errors import EXIT_FINISHED
 from ..format import size
 from ..leases import devices, locks
+from ..monitor import machine
 from .options import add_json
 from .parser import Parser
 
@@ -30,10 +29,9 @@ def add_arguments(parser: Parser) -> None:
 def run(options: Namespace, runs: Path) -> int:
     """Print a table or JSON: of all stations and users of this machine."""
     try:
-        locks.folder()
+        found = machine.held()
     except locks.Unusable as problem:
         raise locks.refuse(problem) from None
-    found = _of_gpus() or _of_cores()
     if options.json:
         print(json.dumps(found, indent=1))
         return EXIT_FINISHED
@@ -49,25 +47,3 @@ def run(options: Namespace, runs: Path) -> int:
         rows.append([*first, one["user"] or "-", one["run"] or "-", since])
     print(screen.table([[screen.printable(cell) for cell in row] for row in rows], screen.width(sys.stdout), spare=()))
     return EXIT_FINISHED
-
-
-def _of_gpus() -> list[dict[str, Any]]:
-    found = []
-    for state in gpus.Gpus().read():
-        holder = devices.of_gpu(state.uuid, state.number).holder()
-        other = gpus.foreign_use(state.uuid) if holder is None else ""
-        found.append({
-            "gpu": state.number, "uuid": state.uuid, "name": state.name, "use": state.use,
-            "memory_used": state.memory_used, "memory": state.memory_size, **_who(holder), "other": other,
-        })  # fmt: skip
-    return found
-
-
-def _of_cores() -> list[dict[str, Any]]:
-    every = enumerate(devices.cores_here(cores.usable()))
-    return [{"core": number, **_who(device.holder())} for number, device in every]
-
-
-def _who(holder: locks.Holder | None) -> dict[str, str]:
-    one = holder or locks.Holder()
-    return {"user": one.who if holder else "", "run": one.run, "since": one.since, "station": one.station}

@@ -22,6 +22,10 @@ from ..run.run_folder import Run
 from .status import RunStatus
 
 _ENDED = (states.STOPPED, states.FAILED, states.FINISHED)
+_REST = (states.INTERRUPTED, states.COPY)
+"""They change with the files of a run, too, so they are read again now and then."""
+_READ_EVERY = 15.0
+"""Seconds after which a run that rests is read again, although its record is the same and nothing holds its lock."""
 ASK_EVERY = 15.0
 """Seconds between an answer of an engine and the next query."""
 
@@ -90,6 +94,7 @@ class Runs:
         self.damaged = 0
         """Number of run folders that could not be read the last time."""
         self._known: dict[str, tuple[tuple[int, ...], RunStatus]] = {}
+        self._read_at: dict[str, float] = {}
         self.engines = Engines()
 
     def look(self, names: list[str] | None = None) -> list[RunStatus]:
@@ -111,21 +116,34 @@ class Runs:
                 found[run.name] = self._status(run)
             except Exception:  # a run that is being removed or is damaged (train ls says so) must not hide the others
                 self.damaged += run.folder.exists()
-        self._known = {name: known for name, known in self._known.items() if name in found}
+        if not names:
+            self._known = {name: known for name, known in self._known.items() if name in found}
         newest_first = sorted(found.values(), key=lambda one: one.last_change, reverse=True)
         return sorted(newest_first, key=lambda one: not one.is_alive)  # stable
+
+    def look_at(self, run: Run) -> RunStatus | None:
+        """Return how one run stands; None: it is damaged, or being removed."""
+        with contextlib.suppress(Exception):
+            return self._status(run)
+        return None
 
     def _status(self, run: Run) -> RunStatus:
         """Return how a run stands. Raises Refused if its record cannot be read or has an unknown state."""
         file = (run.folder / "run.json").stat()
         mark = (file.st_mtime_ns, file.st_ino, file.st_size)
         before, known = self._known.get(run.name, (None, None))
-        if known is not None and before == mark:
+        if known is not None and before == mark and not self._may_have_changed(known):
             return known
         record = self.engines.seen(run.read_effective(of_any_format=True), file.st_mtime)
         if record["state"] not in states.ALL:
             raise Refused(f"an unknown state: {record['state']}")
         found = RunStatus(run, record)
-        if record["state"] in _ENDED and not jobs.is_submitted(record):  # other states can change without this file
-            self._known[run.name] = mark, found
+        if record["state"] in (*_ENDED, *_REST) and not jobs.is_submitted(record):  # others change without this file
+            self._known[run.name], self._read_at[run.name] = (mark, found), time.monotonic()
         return found
+
+    def _may_have_changed(self, known: RunStatus) -> bool:
+        """Whether a run with the same record may be in another state."""
+        if known.state not in _REST:
+            return False
+        return time.monotonic() - self._read_at[known.name] > _READ_EVERY or known.run.alive()

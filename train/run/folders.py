@@ -77,9 +77,14 @@ def _is_file_name(name: str) -> bool:
     return name not in ("", ".", "..") and "/" not in name
 
 
+def is_name(name: str) -> bool:
+    """Whether a run may have this name."""
+    return _NAME.fullmatch(name) is not None
+
+
 def check_free(runs: Path, name: str) -> None:
     """Raise Refused if this is no run name, a run has it, or the folder of runs is not writable."""
-    if not _NAME.fullmatch(name):  # shells and hidden files: see also tmux.session_of
+    if not is_name(name):  # shells and hidden files: see also tmux.session_of
         raise Refused(
             f"{shortened(name, 64)!r} is not a legal run name; use up to 64 letters, digits, -, _ and dots, "
             "starting with a letter or digit and not ending with a dot"

@@ -289,7 +289,7 @@ def last_evaluation(run: Run) -> Evaluation | None:
 
 _LAST = 1 << 14
 """Bytes at the end of metrics.jsonl in which to look first for the last training line; a line has about 200."""
-_RECENT = 1 << 19
+WHOLE = 1 << 19
 """Bytes at the end of metrics.jsonl that count as recent."""
 _PIECES = 64
 """Number of pieces of a long file that `sampled` reads."""
@@ -328,8 +328,8 @@ def loss_of(record: Record) -> float | None:
 
 def recent(run: Run) -> list[Line]:
     """Return all lines of the last steps, about 2,000 at most."""
-    lines = list(_parsed(_last_texts(run, _RECENT)))
-    is_part = run.metrics.exists() and run.metrics.stat().st_size > _RECENT
+    lines = list(_parsed(_last_texts(run, WHOLE)))
+    is_part = run.metrics.exists() and run.metrics.stat().st_size > WHOLE
     return [line for line in lines if not is_part or line["step"] > lines[0]["step"]]
 
 
@@ -338,8 +338,8 @@ def sampled(run: Run) -> list[Line]:
     lines: list[Line] = []
     with contextlib.suppress(OSError), durable.open_regular(run.metrics) as file:
         size = os.fstat(file.fileno()).st_size
-        pieces = 1 if size <= _RECENT else _PIECES
-        length = size if pieces == 1 else _RECENT // pieces
+        pieces = 1 if size <= WHOLE else _PIECES
+        length = size if pieces == 1 else WHOLE // pieces
         for number in range(pieces):
             file.seek(begin := number * (size - length) // max(pieces - 1, 1))
             texts = file.read(length).splitlines(keepends=True)

@@ -94,7 +94,7 @@ def html(one: RunStatus, more: Iterable[str] = ()) -> str:
         bar = f'<div style="width: {share:.2%}; height: 100%; background: {colour}"></div>'
         track = "height: 6px; max-width: 520px; background: rgba(128, 128, 128, 0.25); margin: 5px 0"
         rows.append(f'<div style="{track}">{bar}</div>')
-    rows.append(_curve(_losses(lines)))
+    rows.append(curve(losses(lines)))
     small = [one.reason, *more, one.next_command]
     rows += [f'<div style="opacity: 0.75; font-size: 12px">{escape(text)}</div>' for text in small if text]
     return f'<div style="font-size: 13px; line-height: 1.5">{"".join(row for row in rows if row)}</div>'
@@ -112,14 +112,14 @@ def _metrics(one: RunStatus, lines: list[metrics.Line]) -> list[tuple[str, float
     return [("loss", one.record.get("loss")), *evaluated[:8], *own[:8]]
 
 
-def _losses(lines: list[metrics.Line]) -> list[tuple[int, float]]:
+def losses(lines: list[metrics.Line]) -> list[tuple[int, float]]:
     """Return the steps and losses of the training lines, thinned, the last one always among them."""
     found = [(line["step"], line.get("loss")) for line in lines if not metrics.is_evaluation(line)]
     known = [(step, loss) for step, loss in found if loss is not None]
     return known[:: -(-len(known) // _POINTS) or 1] + known[-1:]
 
 
-def _curve(points: list[tuple[int, float]]) -> str:
+def curve(points: list[tuple[int, float]]) -> str:
     """Return the curve of the loss as SVG; '' for fewer than two points."""
     if len(points) < 2:
         return ""
@@ -129,6 +129,7 @@ def _curve(points: list[tuple[int, float]]) -> str:
     path = " ".join(f"{2 + (step - first) * across:.1f},{2 + (high - loss) * up:.1f}" for step, loss in points)
     title = f"loss, step {first} to {last}: {figure(high)} at most, {figure(low)} at least"
     return (
-        f'<svg width="{_WIDTH}" height="{_HEIGHT}" role="img" style="display: block"><title>{escape(title)}</title>'
+        f'<svg width="{_WIDTH}" height="{_HEIGHT}" viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img">'
+        f"<title>{escape(title)}</title>"
         f'<polyline points="{path}" fill="none" stroke="#2f7ed8" stroke-width="1.5"/></svg>'
     )

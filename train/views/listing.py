@@ -211,8 +211,8 @@ def _attempts(record: Record) -> list[str]:
     lines = []
     for attempt in record["attempts"]:
         ranks = f"{attempt['world_size']} rank{'s' if attempt['world_size'] != 1 else ''}"
-        made, end = _made(attempt), end_of(attempt, record["state"])
-        lines.append(f"  attempt {attempt['number']:<4} {made}, {ranks}, {with_reason(end, attempt.get('reason'))}")
+        steps, end = made(attempt), end_of(attempt, record["state"])
+        lines.append(f"  attempt {attempt['number']:<4} {steps}, {ranks}, {with_reason(end, attempt.get('reason'))}")
         lines += [f"    | {text}" for text in attempt.get("edited") or ()]
     if record["attempts"] and record["state"] in (FAILED, INTERRUPTED, COPY):
         lines += [f"    | {text}" for text in record["attempts"][-1].get("last_lines") or ()]
@@ -230,7 +230,7 @@ def _skipped(run: Run, counts: dict[str, int]) -> str:
     return f"{', '.join(parts)} could not be read; see: {run.folder / 'skipped.jsonl'}" if parts else ""
 
 
-def _made(attempt: Attempt) -> str:
+def made(attempt: Attempt) -> str:
     """Return the steps of an attempt; if they are unknown, how long it ran."""
     if not programs.knows_steps(attempt):
         began, ended = seconds_of(attempt["started"]), seconds_of(attempt.get("ended"))

@@ -65,13 +65,8 @@ def differing(runs: Sequence[tuple[Spec, int | None]]) -> list[str]:
     Args:
         runs: What each runs, and its number of ranks.
     """
-    flats = [_compared(spec, ranks) for spec, ranks in runs]
-    names = sorted({name for values in flats for name in values})
-    other = [name for name in names if len({shown(values.get(name)) for values in flats}) > 1]
-    # micro_batch_size follows from these two, so naming them is enough
-    other = [name for name in other if not (name == "micro_batch_size" and {"batch_size", "ranks"} & set(other))]
-    if all(values.get("data.seed") == values.get("seed") for values in flats):
-        other = [name for name in other if name != "data.seed"]
+    flats = [compared(spec, ranks) for spec, ranks in runs]
+    other = differing_names(flats)
     named, more = other[:_MOST], len(other) - _MOST
     labels = []
     for values in flats:
@@ -80,7 +75,19 @@ def differing(runs: Sequence[tuple[Spec, int | None]]) -> list[str]:
     return labels
 
 
-def _compared(spec: Spec, ranks: int | None) -> dict[str, Any]:
+def differing_names(flats: Sequence[dict[str, Any]]) -> list[str]:
+    """Return the fields in which runs differ, given what `compared` returns for each."""
+    names = sorted({name for values in flats for name in values})
+    other = [name for name in names if len({shown(values.get(name)) for values in flats}) > 1]
+    # micro_batch_size follows from these two, so naming them is enough
+    other = [name for name in other if not (name == "micro_batch_size" and {"batch_size", "ranks"} & set(other))]
+    if all(values.get("data.seed") == values.get("seed") for values in flats):
+        other = [name for name in other if name != "data.seed"]
+    return other
+
+
+def compared(spec: Spec, ranks: int | None) -> dict[str, Any]:
+    """Return in what a run can differ from others: its fields, its task, and its number of ranks."""
     code = programs.of(spec).source(spec)
     values = spec.used_config | {"task": Path(code).stem if code else None, "ranks": ranks}
     return {name: value for name, value in values.items() if not name.startswith(("log.", "watch."))}

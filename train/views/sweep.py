@@ -20,7 +20,7 @@ from ..sweeps.kept import Metric, Row, Trial, rows
 from .listing import value
 from .settings import shown
 
-_HEADS = ("n", "of", "mean", "deviation", "state", "best")
+HEADS = ("n", "of", "mean", "deviation", "state", "best")
 """Columns of the CSV after the parameters."""
 
 
@@ -132,7 +132,7 @@ def as_json(found: Sequence[Row], metric: Metric) -> list[dict[str, Any]]:
 def as_csv(found: Sequence[Row], metric: Metric) -> list[list[Any]]:
     """Return the lines of a CSV file."""
     parameters = [*found[0].parameters] if found else []
-    lines: list[list[Any]] = [[*parameters, *_HEADS]]
+    lines: list[list[Any]] = [[*parameters, *HEADS]]
     for row in found:
         figures = [len(row.values), len(row.trials), row.mean, row.deviation]
         lines.append([*row.parameters.values(), *figures, _states(row), _best(row, metric)])

@@ -1,6 +1,9 @@
-# JupyterLab in the station. The port is published on 127.0.0.1 unless BIND_ADDRESS says otherwise.
+# JupyterLab and the page with the runs (train/web) in the station. The port is published on 127.0.0.1 unless
+# BIND_ADDRESS says otherwise.
+import contextlib
 import hashlib
 import hmac
+import importlib
 import os
 import re
 import secrets
@@ -36,6 +39,11 @@ c.ServerApp.terminals_enabled = True
 # root, so change to it. A terminal that was opened in another folder stays there.
 to_the_checkout = f'[ "$PWD" != /workspace/{course} ] || cd /workspace; exec bash --login'
 c.ServerApp.terminado_settings = {"shell_command": ["/bin/bash", "-c", to_the_checkout]}
+# A login opens the page. If train/ has an error, a login opens JupyterLab, and the log has the error.
+if os.environ.get("STATION_LANDING") != "lab":
+    with contextlib.suppress(Exception):
+        importlib.import_module("train.web.handlers")
+        c.LabApp.default_url = "/train/"
 c.ServerApp.quit_button = False
 c.ServerApp.shutdown_no_activity_timeout = 0
 # A trash in the home volume would free no space, and a run's folder would be copied there as a whole.
@@ -69,13 +77,22 @@ c.ServerProxy.servers = {
         "absolute_url": True,
         "timeout": 60,
         "launcher_entry": {"title": "TensorBoard"},
-    }
+    },
+    # Only a tile in the launcher: without command and port nothing is proxied.
+    "page": {
+        "launcher_entry": {
+            "title": "训练" if chinese else "Runs",
+            "path_info": "train/",
+            "icon_path": "/etc/jupyter/runs.svg",
+        },
+    },
 }
+warnings.filterwarnings("ignore", message="Server proxy page does not have a command")
 c.ResourceUseDisplay.track_cpu_percent = True
 
 # Turn off parts of the page that have nothing to show: without a language server (the image has none, but a user may
 # install one), and without a GPU.
-c.ServerApp.jpserver_extensions, without = {}, []
+c.ServerApp.jpserver_extensions, without = {"train.web": True}, []
 if not any(map(shutil.which, ("pylsp", "jedi-language-server", "pyright-langserver", "basedpyright-langserver"))):
     c.ServerApp.jpserver_extensions["jupyter_lsp"] = False
     without += ["@jupyterlab/lsp-extension", "@jupyterlab/notebook-extension:language-server"]

@@ -1,0 +1,79 @@
+"""The curves of a run for the page: what it has logged and evaluated, by step and by time of training."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from markupsafe import Markup
+
+from ..monitor.status import RunStatus
+from ..run import metrics
+from ..views import cell
+from .look import Look
+
+_MACHINE = (*metrics.Speed.__annotations__, "lr", "grad_norm")
+"""Figures of how training runs, not of what it has learned. Folded on the page."""
+_MOST = 40
+"""Maximum number of curves of a run."""
+_EVERY = 10.0
+"""Seconds for which the evaluations of a long file are used."""
+
+
+def mark(one: RunStatus) -> str:
+    """Return what changes with the curves of a run."""
+    try:
+        found = one.run.metrics.stat()
+    except OSError:
+        return "-"
+    return f"{found.st_size}-{found.st_mtime_ns}-{len(one.record['attempts'])}"
+
+
+def of(look: Look, one: RunStatus) -> dict[str, Any]:
+    """Return the curves of a run: steps, times, and figures by name, of training (`line`) and evaluations (`eval`)."""
+    lines = metrics.sampled(one.run)
+    evaluated = [line for line in lines if metrics.is_evaluation(line)]
+    if is_sampled := one.run.metrics.exists() and one.run.metrics.stat().st_size > metrics.WHOLE:
+        evaluated = look.kept(("eval", one.name), _EVERY, lambda: metrics.evaluations(one.run))
+    trained: list[Any] = [line for line in lines if not metrics.is_evaluation(line)]
+    times, now, before = dict[int, float](), 0.0, 0
+    for line in trained:
+        now += (line.get("step_time") or 0.0) * max(line["step"] - before, 0)
+        before = line["step"]
+        times[before] = now
+    return {
+        "name": one.name, "sampled": is_sampled, "marks": _restarts(one),
+        "line": _table([(line["step"], times[line["step"]], metrics.figures_of(line)) for line in trained]),
+        "eval": _table([(line["step"], _time_at(times, line["step"]), metrics.figures_of(line)) for line in evaluated]),
+    }  # fmt: skip
+
+
+def machine_names() -> list[str]:
+    """Return the figures that are folded."""
+    return [*_MACHINE]
+
+
+def svg(one: RunStatus) -> Markup:
+    """Return the curve of the loss as the notebook's cell draws it."""
+    return Markup(cell.curve(cell.losses(metrics.sampled(one.run))))
+
+
+def _restarts(one: RunStatus) -> list[int]:
+    """Return after which steps a later attempt continued."""
+    return [attempt["from_step"] or 0 for attempt in one.record["attempts"][1:] if attempt.get("ready")]
+
+
+def _time_at(times: dict[int, float], step: int) -> float:
+    return times.get(step) or max((now for at, now in times.items() if at <= step), default=0.0)
+
+
+def _table(lines: list[tuple[int, float, dict[str, float | None]]]) -> dict[str, Any]:
+    names = dict.fromkeys(name for _, _, figures in lines for name in figures)
+    return {
+        "step": [step for step, _, _ in lines],
+        "time": [round(now, 2) for _, now, _ in lines],
+        "figures": {name: [_short(figures.get(name)) for _, _, figures in lines] for name in [*names][:_MOST]},
+    }
+
+
+def _short(value: float | None) -> float | None:
+    return None if value is None else float(f"{value:.6g}")

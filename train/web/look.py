@@ -1,0 +1,119 @@
+"""One look at the runs, shared by all pages. It happens in a thread of its own, so kernels of the server never wait."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import functools
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import ParamSpec, TypeVar
+
+from ..errors import Refused
+from ..monitor.machine import Machine
+from ..monitor.runs import Runs
+from ..monitor.status import RunStatus
+from ..run import folders
+from .texts import Texts
+
+P = ParamSpec("P")
+T = TypeVar("T")
+_EVERY = 1.5
+"""Seconds for which a look at the runs is used."""
+_REMEMBERED = 120.0
+"""Seconds for which a page shows what a command has said."""
+_SHARE = 20
+"""A look is used for at least so many times as long as it took: then looks take a twentieth of a core at most."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """What a page is made from: what is known of the runs, the language, and addresses on this server."""
+
+    look: Look
+    t: Texts
+    base: str
+    _: dataclasses.KW_ONLY
+    lab: str
+    """Of JupyterLab; '': there is none."""
+    files: str
+    """Of the files below `root`; '': the server sends none."""
+    root: str
+    """The server's folder."""
+
+    @property
+    def lesson(self) -> str:
+        """The address of the first lesson in JupyterLab."""
+        folder = "zh/" if self.t.language != "en" else ""
+        return f"{self.lab}/tree/projects/course/{folder}01-the-station.ipynb"
+
+    def run(self, name: str) -> str:
+        """Return the address of a run; '' if it has no legal name."""
+        return f"{self.base}run/{name}" if folders.is_name(name) else ""
+
+
+class Look:
+    """What the pages know of a folder of runs. All methods but `call` are for its thread."""
+
+    def __init__(self, runs: Path) -> None:
+        self.folder = runs
+        self.machine = Machine(runs)
+        self._said: dict[str, tuple[float, str]] = {}
+        self._runs = Runs(runs)
+        self._found: list[RunStatus] = []
+        self._until = 0.0
+        self._kept: dict[tuple[str, ...], tuple[float, object]] = {}
+        self._thread = ThreadPoolExecutor(1, "page")
+
+    async def call(self, function: Callable[P, T], *arguments: P.args, **named: P.kwargs) -> T:
+        """Call a function in the thread."""
+        call = functools.partial(function, *arguments, **named)
+        return await asyncio.get_running_loop().run_in_executor(self._thread, call)
+
+    def found(self) -> list[RunStatus]:
+        """Return how the runs stand: live runs first, then those that ended last."""
+        if time.monotonic() >= self._until:
+            began = time.monotonic()
+            self._found = self._runs.look()
+            now = time.monotonic()
+            self._until = now + max(_EVERY, _SHARE * (now - began))
+        return self._found
+
+    @property
+    def damaged(self) -> int:
+        """Number of run folders that cannot be read."""
+        return self._runs.damaged
+
+    def kept(self, key: tuple[str, ...], seconds: float, make: Callable[[], T]) -> T:
+        """Return what `make` returns, or returned at most so many seconds ago for this key."""
+        until, known = self._kept.get(key, (0.0, None))
+        if time.monotonic() >= until:
+            known = make()
+            self._kept = {one: value for one, value in self._kept.items() if value[0] > time.monotonic()}
+            self._kept[key] = time.monotonic() + seconds, known
+        return known  # type: ignore[return-value]
+
+    def remember(self, name: str, said: str) -> None:
+        """Keep what a command of the page has said of a run ('': of the demo's start), and look again the next time."""
+        self._said[name] = time.monotonic(), said
+        self._until = 0.0
+
+    def said(self, name: str) -> str:
+        """Return what the last command of the page has said of a run lately."""
+        at, text = self._said.get(name, (0.0, ""))
+        return text if time.monotonic() - at < _REMEMBERED else ""
+
+    def one(self, name: str) -> RunStatus:
+        """Return how the run of this name stands now.
+
+        Raises:
+            Refused: there is none, or its record cannot be read.
+        """
+        if not folders.is_name(name):
+            raise Refused("this is no name of a run")
+        found = self._runs.look_at(folders.find(self.folder, name))
+        if found is None:
+            raise Refused(f"the record of {name} cannot be read; see: train ls")
+        return found
