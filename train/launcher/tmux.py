@@ -21,15 +21,16 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .. import doing, module_runner, screen
 from ..errors import Refused
 from ..run import durable, environment, folders, run_folder
 from ..run.record import Record
 from ..run.run_folder import Run
-from ..zygote import client as zygote
-from .request import Launch
+
+if TYPE_CHECKING:
+    from .request import Launch
 
 CALLER, NOTES = "caller", "doing"
 """Files in the folder of the request: one that the caller keeps locked while it waits, and the agent's notes."""
@@ -183,7 +184,9 @@ def start(launch: Launch, cancelled: Callable[[], bool] = lambda: False) -> list
             shutil.rmtree(folder, ignore_errors=True)
             for fd in held:
                 os.close(fd)
-            zygote.end_early()
+            from ..zygote import client  # late: a listing needs none
+
+            client.end_early()
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
 

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .. import config as configuration
 from .. import programs, screen
 from ..errors import shortened
 from ..run import environment
@@ -33,6 +32,8 @@ class Setting:
 
 def listed(spec: Spec) -> list[Setting]:
     """Return every field of a run, those that its user set first. Defaults of a task's settings are unknown here."""
+    from .. import config as configuration  # late: most views need no fields, and it takes as long as all else
+
     values = spec.used_config
     known = {name: info for name, info in configuration.fields().items() if name not in spec.unused_fields}
     usual = {name: "chosen at launch" if info.default is None else shown(info.default) for name, info in known.items()}

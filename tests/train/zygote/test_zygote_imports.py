@@ -50,3 +50,12 @@ def test_the_agent_and_commands_that_only_look_import_no_torch() -> None:
         [sys.executable, "-c", text + "print('torch' in sys.modules)"], capture_output=True, text=True, check=True
     )
     assert done.stdout == "False\n"
+
+
+def test_a_listing_imports_neither_the_fields_nor_what_starts_runs() -> None:
+    """They take as long as all else that `train ls` does for a hundred runs."""
+    text = "import sys, train.cli, train.commands.ls\n"
+    heavy = ("pydantic", "train.config.fields", "train.zygote.client", "train.launcher.request", "train.tasks")
+    text += f"print([name for name in {heavy} if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"
