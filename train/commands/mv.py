@@ -34,7 +34,8 @@ def run(options: Namespace, runs: Path) -> int:
         raise Refused(f"{found.name} cannot be renamed: a cluster or other machines know its name; use train fork")
     if record.get("trial_of"):
         raise Refused(
-            f"{found.name} is a trial of a sweep, which knows it by its name; to copy it: train fork {found.name}"
+            f"{found.name} is a trial of a sweep, which knows it by its name; to keep it without the sweep: "
+            f"train export {found.name}, or train fork {found.name} --name NEW"
         )
     if record.get("sweep"):
         raise Refused(f"{found.name} is a sweep, whose trials are named after it; start another one under that name")

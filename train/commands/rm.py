@@ -13,7 +13,7 @@ from ..errors import EXIT_FINISHED, Refused
 from ..launcher import tmux
 from ..mirror import state
 from ..run import folders
-from ..sweeps.kept import own_runs
+from ..sweeps.kept import note_removed, own_runs
 from .options import add_names, matching
 from .parser import Parser
 
@@ -49,6 +49,10 @@ def run(options: Namespace, runs: Path) -> int:
         stays = [line for run in found if (line := jobs.remove_job(run))]
         stays += [f"the mirror of {run.name} stays: {url}" for run in found if (url := state.read(run).url)]
         sizes = [folders.size_of(run.folder) for run in found]
+        gone = {run.name for run in found}
+        for run in found:
+            if run.name.rpartition("-")[0] not in gone:
+                note_removed(run)
         for run in reversed(every):
             folders.delete_locked(run)
     for line in stays:

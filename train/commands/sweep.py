@@ -247,7 +247,7 @@ def _continue(run: Run, edit: Callable[[Sweep], Sweep], at_once: int, notify: st
             screen.remark(f"{run.name} {how} {run.name}")
             return
         time.sleep(0.1)
-    is_done = all(one.has_reached_rung for one in kept.look_at_all(run, sweep))
+    is_done = all(one.has_reached_rung or one.state == kept.GONE for one in kept.look_at_all(run, sweep))
     if is_done and run.state() == states.FINISHED:
         screen.remark(f"{run.name} has finished already; see: train ls {run.name}")
         return

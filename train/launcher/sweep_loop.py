@@ -120,10 +120,10 @@ class Loop:
         if stamp != self._stamp:
             self._stamp, self._sweep = stamp, kept.read(self._run)
             self._ended.clear()
-        refused = self._run.read().get(kept.NOT_STARTED) or {}
+        known = self._run.read()
         trials = []
         for name in self._sweep.trials:
-            one = self._ended.get(name) or kept.look(self._run.path.parent, name, self._sweep, refused=refused)
+            one = self._ended.get(name) or kept.look(self._run.path.parent, name, self._sweep, known=known)
             if one.state in (states.RUNNING, states.FINISHED):  # a refusal may have met a moment between two states
                 self._refusals.pop(name, None)
             if not (one.is_live or self._is_open(one)):
@@ -172,7 +172,7 @@ class Loop:
         return ""
 
     def _has_ended(self, one: Trial) -> bool:
-        return one.state in (states.FINISHED, states.FAILED) or self._is_left_out(one)
+        return one.state in (states.FINISHED, states.FAILED, kept.GONE) or self._is_left_out(one)
 
     def _is_left_out(self, one: Trial) -> bool:
         """Whether others were better at a rung."""
@@ -219,8 +219,8 @@ class Loop:
     def _note(self, trials: Sequence[Trial]) -> None:
         """Note in run.json how far the sweep is, and print what has ended."""
         metric = Metric.read(self._sweep.by)
-        values = [one.value for one in trials if one.value is not None]
-        figures = {metric.name: metric.best_of(values)} if values else {}
+        mean = kept.rows(trials, self._sweep.space.repeat, metric)[0].mean
+        figures = {metric.name: mean} if mean is not None else {}
         ended = [one for one in trials if self._has_ended(one)]
         for one in ended:
             if self._noted is not None and one.name not in self._known:

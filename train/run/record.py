@@ -106,6 +106,8 @@ class Record(TypedDict):
     """What differs with the content of sweep.json, of that which the loop of a sweep has read."""
     refused_trials: NotRequired[dict[str, str]]
     """Maps trials of a sweep that could not be started to the reason."""
+    removed_trials: NotRequired[list[str]]
+    """Trials of a sweep that its user has removed."""
     rungs: NotRequired[dict[str, list[str]]]
     """Maps the rungs of a sweep that are decided, as text, to the trials that continue."""
     init: NotRequired[list[str]]

@@ -26,12 +26,14 @@ OF: Literal["trial_of"] = "trial_of"
 """Field of run.json of a trial: the id of its sweep."""
 NOT_STARTED: Literal["refused_trials"] = "refused_trials"
 """Field of run.json of a sweep: maps trials that could not be started to the reason."""
+REMOVED: Literal["removed_trials"] = "removed_trials"
+"""Field of run.json of a sweep: names of trials that its user has removed. They are not made again."""
 CHOSEN: Literal["rungs"] = "rungs"
 """Field of run.json of a sweep: maps the rungs that are decided, as text, to the trials that continue."""
 READ: Literal["sweep_read"] = "sweep_read"
 """Field of run.json of a sweep: `stamp` of the file that its loop has read."""
-WAITING = "waiting"
-"""The state of a trial that was not launched yet."""
+WAITING, GONE = "waiting", "removed"
+"""States of a trial without a run folder: it was not launched yet; its user has removed it."""
 _LAST = "last:"
 _SHARE = 3
 """At a rung one of so many continues, rounded down, and at least one (Li et al., "Hyperband", 2018: eta)."""
@@ -168,7 +170,7 @@ class Trial:
     name: str
     parameters: Parameters
     state: str
-    """WAITING, or the effective state of its run; failed if it could not be started."""
+    """WAITING, GONE, or the effective state of its run; failed if it could not be started."""
     _: dataclasses.KW_ONLY
     reason: str = ""
     record: Record | None = None
@@ -200,18 +202,19 @@ class Trial:
         return self.state in (states.CREATED, states.RUNNING, states.QUEUED)
 
 
-def look(runs: Path, name: str, sweep: Sweep, *, refused: Mapping[str, str]) -> Trial:
+def look(runs: Path, name: str, sweep: Sweep, *, known: Record) -> Trial:
     """Return how a trial stands.
 
     Args:
         runs: The folder of the runs.
-        refused: Field NOT_STARTED of the sweep.
+        known: run.json of the sweep.
     """
+    refused = known.get(NOT_STARTED) or {}
     run, parameters = Run(runs / name), sweep.trials[name]
     if not (run.folder / "run.json").exists():
         if name in refused:
             return Trial(name, parameters, states.FAILED, reason=refused[name])
-        return Trial(name, parameters, WAITING)
+        return Trial(name, parameters, GONE if name in known.get(REMOVED, ()) else WAITING)
     try:
         record = run.read_effective()
     except Refused as error:
@@ -255,8 +258,20 @@ def best_at(rung: int, runs: Path, sweep: Sweep, *, entered: Sequence[Trial]) ->
 
 def look_at_all(run: Run, sweep: Sweep) -> list[Trial]:
     """Return how all trials of a sweep stand, given its run."""
-    refused = run.read().get(NOT_STARTED) or {}
-    return [look(run.path.parent, name, sweep, refused=refused) for name in sweep.trials]
+    known = run.read()
+    return [look(run.path.parent, name, sweep, known=known) for name in sweep.trials]
+
+
+def note_removed(run: Run) -> None:
+    """Note in the record of its sweep that a run is removed, if it is a trial, so that it is not made again."""
+    of, sweep = run.read().get(OF), Run(run.path.parent / run.name.rpartition("-")[0])
+
+    def change(record: Record) -> None:
+        record["removed_trials"] = [*record.get(REMOVED, ()), run.name]
+
+    with contextlib.suppress(Refused, OSError):  # the sweep is gone
+        if of and sweep.read().get("sweep") == of:
+            sweep.update(change)
 
 
 def own_runs(run: Run) -> list[Run]:

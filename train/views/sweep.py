@@ -101,7 +101,7 @@ def _below(found: Sequence[Row], metric: Metric) -> list[str]:
             more = " --epochs N" if program.has_fields else ""
             way = f"to continue it: train fork {name} --name NEW{more}"
         is_over = best.state == states.FINISHED
-        is_over &= all(one.has_reached_rung for row in found for one in row.trials)
+        is_over &= all(one.has_reached_rung or one.state == kept.GONE for row in found for one in row.trials)
         return [f"the best{'' if is_over else ' so far'}: {best.name}; {way}"]
     ended = [one.record for row in found for one in row.trials if one.record and one.state == states.FINISHED]
     if not ended:

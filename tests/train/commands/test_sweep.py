@@ -128,6 +128,14 @@ def test_a_failed_trial_is_started_again_and_a_sweep_gets_more_values(station: S
     assert inner.returncode == 2 and "fit-001 is a trial of a sweep and cannot start a sweep" in inner.stderr
     refused = station.here("mv", "fit-001", "other")
     assert refused.returncode == 2 and "is a trial of a sweep" in refused.stderr
+    station.ok("rm", "fit-002")  # it is not made again
+    assert states(station, "fit")["fit-002"] == "removed"
+    assert "the best: fit-003" in station.ok("ls", "fit").stdout
+    station.ok("sweep", "fit", "--add", "x=0.5")
+    assert station.wait_for_end("fit")["last_figures"] == {"wer": 0.5}
+    assert states(station, "fit") == {"fit-001": "finished", "fit-002": "removed"} | dict.fromkeys(
+        ("fit-003", "fit-004"), "finished"
+    )
     for text in ('{"trials": 3}', '{"trials": {"../../x": {}}}', "[]"):
         damaged = station.runs / "damaged"
         damaged.mkdir(exist_ok=True)
