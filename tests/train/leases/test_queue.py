@@ -142,3 +142,16 @@ def test_a_run_that_gives_way_comes_back_and_ends_with_the_same_bits(station: St
     assert "gave way     2 times" in station.ok("show", "way").stdout
     station.ok("launch", "slow.py", "--name", "way-calm", *same, "--follow", env={"PAUSE": "0"})
     assert record["weights_sha256"] == station.record("way-calm")["weights_sha256"]
+
+
+def test_a_run_that_has_just_given_way_rests_and_an_older_one_steps_in(station: Station) -> None:
+    station.more |= {"TRAIN_SLOTS": "2", "PAUSE": "0.02"}
+    (station.folder / "slow.py").write_text(SLOW)
+    for name, every in (("rest-old", "1"), ("rest-young", "600")):
+        env = {"TRAIN_GIVES_WAY_EVERY": every}
+        station.ok("launch", "slow.py", "--name", name, "--steps", 100_000, *SHORT[2:], "--gives-way", "mine", env=env)
+    for name, gives in (("rest-1", "rest-young"), ("rest-2", "rest-old")):
+        station.ok("launch", "digits", "--name", name, *SHORT, "--queue", "--follow")
+        assert station.record(gives)["gave_way"]["times"] == 1
+        station.wait(gives, lambda record: record["state"] == "running")
+    assert station.record("rest-young")["gave_way"]["times"] == 1
