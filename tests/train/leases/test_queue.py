@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from pathlib import Path
@@ -72,6 +73,14 @@ def test_a_run_waits_for_others_and_stops_with_them(station: Station) -> None:
     station.ok("launch", "digits", "--name", "after-1", *SHORT, "--after", "after-long")
     station.ok("launch", "digits", "--name", "after-2", *SHORT, "--after", "after-1,after-long")
     station.wait("after-2", lambda record: record["reason"] == "waits for after-1, after-long")
+    words = [line.split() for line in station.ok("queue").stdout.splitlines()]
+    assert [[line[0], line[1], *line[3:-1]] for line in words[1:]] == [
+        ["-", "after-1", "after-long"], ["-", "after-2", "after-1,", "after-long"],
+    ]  # fmt: skip
+    listed = json.loads(station.ok("queue", "--json").stdout)
+    assert [(one["run"], one["state"], one["place"], one["after"]) for one in listed][1:] == [
+        ("after-2", "queued", None, ["after-1", "after-long"])
+    ]
     station.ok("stop", "after-long")
     first, second = station.wait_for_end("after-1"), station.wait_for_end("after-2")
     assert first["state"] == "stopped" and not rests_by_itself(first)
