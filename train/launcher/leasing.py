@@ -220,10 +220,8 @@ def _wants_of(launch: Launch, record: Mapping[str, Any], held: Reservation) -> W
     """
     nproc = launch.nproc or (None if launch.gpus else str(record.get("nproc") or record.get("world_size") or 1))
     count = whole(nproc) if nproc is not None and is_whole(nproc) else 0 if nproc == "auto" else 1
-    flags = getattr(launch, "flags", None) or {}
-    is_on_cpu = flags.get("device", record.get("device")) == "cpu"
     here: list[Device] = []
-    if not is_on_cpu:
+    if device_of(launch, record) != "cpu":
         try:
             here = devices.gpus_here()
         except LookupError as error:
@@ -239,6 +237,23 @@ def _wants_of(launch: Launch, record: Mapping[str, Any], held: Reservation) -> W
         with contextlib.suppress(Refused):  # the machine has changed; the check says what is missing
             return _of_gpus(asked, here)
     return Wants(GPU, here, min(count, len(here)))
+
+
+def device_of(launch: Launch, record: Mapping[str, Any]) -> Any:
+    """Return the field `device` as far as it is known before the check; None: unknown.
+
+    Args:
+        record: run.json of a run that is resumed.
+    """
+    flags, file, of = (getattr(launch, name, None) for name in ("flags", "config_file", "of"))
+    if flags and "device" in flags:
+        return flags["device"]
+    if file:
+        from .. import config as configuration
+
+        with contextlib.suppress(Refused):  # the check says what is wrong
+            return configuration.read_toml(Path(file)).get("device")
+    return (folders.record_of(Path(launch.runs), of) if of else record).get("device")
 
 
 def _of_cores(ranks: int) -> Wants:
