@@ -171,7 +171,7 @@ def test_a_run_that_has_just_given_way_rests_and_an_older_one_steps_in(station: 
         while not is_over.is_set():
             seen.update(station.run(name).read_effective()["state"] for name in ("rest-old", "rest-young"))
 
-    watcher = threading.Thread(target=look)
+    watcher = threading.Thread(target=look, daemon=True)
     watcher.start()
     for name, gives in (("rest-1", "rest-young"), ("rest-2", "rest-old")):
         station.ok("launch", "digits", "--name", name, *SHORT, "--queue", "--follow")
@@ -179,7 +179,7 @@ def test_a_run_that_has_just_given_way_rests_and_an_older_one_steps_in(station: 
         station.wait(gives, lambda record: record["state"] == "running")
     is_over.set()
     watcher.join()
-    assert seen == {"created", "queued", "running"}  # at no moment stopped or interrupted
+    assert "queued" in seen and seen <= {"created", "queued", "running"}  # at no moment stopped or interrupted
     assert station.record("rest-young")["gave_way"]["times"] == 1
 
 
