@@ -7,7 +7,7 @@ import dataclasses
 import os
 import sys
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -154,10 +154,12 @@ def _needed(runs: Path) -> dict[str, str]:
                 continue
             if not (one.is_alive or one.state == states.INTERRUPTED or states.rests_by_itself(one.record)):
                 continue
-            sweep, launch = kept.find(run), dict[str, Any]()
-            if sweep or one.record.get("submitted"):
-                launch = dict(sweep.launch) if sweep else engine.read(run.folder)
-            if init := (launch.get("flags") or {}).get("init"):
+            sweep, flags = kept.find(run), list[Mapping[str, Any]]()
+            if sweep:
+                flags = [sweep.launch.get("flags") or {}, *sweep.trials.values()]
+            elif one.record.get("submitted"):
+                flags = [engine.read(run.folder)["flags"]]
+            for init in filter(None, (each.get("init") for each in flags)):
                 found[os.path.realpath(init.removesuffix(f"@{best.AVERAGE}"))] = one.name
     return found
 

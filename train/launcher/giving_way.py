@@ -1,8 +1,8 @@
 """A run that gives way (--gives-way): it stops by itself when another one waits for what it holds, and waits behind it.
 
 Each run decides for itself, by the notes in the shared folder; no process signals another run's. Of several runs that
-could give way only as many stop as are needed, the youngest first. One that has just given way rests, so that it is left
-out. Imports no torch.
+could give way only as many stop as are needed, the youngest first. A run that has just given way rests and is left out.
+Imports no torch.
 """
 
 from __future__ import annotations

@@ -297,9 +297,7 @@ def _take(launch: Launch, held: Reservation) -> None:
     raise Refused(f"{', '.join(obstacles)}; {way}; without a lease: --no-lease")
 
 
-def note_of(
-    name: str, gives_way: str, ticket: int, *, wants: Wants | None = None, rests_until: float = 0.0
-) -> Holder:
+def note_of(name: str, gives_way: str, ticket: int, *, wants: Wants | None = None, rests_until: float = 0.0) -> Holder:
     """Return the note of a run for its leases, or for a ticket with what it wants."""
     more = {"gives_way": gives_way, "number": f"{ticket:020d}", "rests": str(math.ceil(rests_until))}
     if wants is not None:

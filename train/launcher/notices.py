@@ -102,8 +102,8 @@ def begin(run: Run) -> None:
 
 
 def left_over(run: Run, record: Record) -> str:
-    """Return the mark of an end of which no notice was or is being sent, for the keeper; '' if there is none, or if this
-    process knows no address.
+    """Return the mark of an end of which no notice was or is being sent, for the keeper; '' if there is none, or if
+    this process knows no address.
 
     Args:
         record: run.json with the effective state.
@@ -186,7 +186,7 @@ def deliver(run: Run, again: Sequence[float] = AGAIN) -> None:
     except Exception as error:  # noted, else nobody would see it
         problem = one_line(error) or type(error).__name__
     if problem is not None:
-        judged = {"noticed": mark} if to is not None else {}  # else a keeper may know an address
+        judged: dict[str, Any] = {"noticed": mark} if to is not None else {}  # else a keeper may know an address
         run.note(**judged, notice_problem=f"not sent ({now()}): {problem}" if problem else "")
 
 

@@ -1,4 +1,4 @@
-"""A sweep resumes its trials: one killed before its first attempt, one whose resume is refused, and a stop meanwhile."""
+"""A sweep resumes its trials: one killed before its first attempt, one that is refused, and a stop meanwhile."""
 
 from __future__ import annotations
 
