@@ -8,11 +8,14 @@ import time
 from pathlib import Path
 
 import psutil
+import pytest
 
 from tests.train.conftest import Station
 from tests.train.launcher.test_sweep_loop import SMALL, kill_all
 from tests.waiting import eventually
 from train.launcher import tmux
+
+pytestmark = pytest.mark.turns
 
 TASK = """
 import os, time, torch
@@ -40,7 +43,7 @@ def _task(station: Station) -> Path:
 
 
 def test_a_trial_that_was_killed_before_its_first_attempt_is_started_again(station: Station) -> None:
-    station.ok("sweep", _task(station), "--name", "born", "--grid", "seed=1..2", "--steps", 5, *SMALL[:4])
+    station.ok("sweep", _task(station), "--name", "born", "--grid", "seed=1", "--steps", 5, *SMALL[:4])
     command = tmux.tmux(station.runs, "display-message", "-p", "#{pid}")
     server = psutil.Process(int(subprocess.run(command, capture_output=True, text=True, check=True).stdout))
     path = station.runs / "born-001" / "run.json"
@@ -54,8 +57,7 @@ def test_a_trial_that_was_killed_before_its_first_attempt_is_started_again(stati
         station.run("born-001").update(state="created", attempts=[], pids={})
     station.ok("resume", "born")
     assert station.wait_for_end("born")["state"] == "finished"
-    for name in ("born-001", "born-002"):
-        assert [attempt["end"] for attempt in station.record(name)["attempts"]] == ["finished"]
+    assert [attempt["end"] for attempt in station.record("born-001")["attempts"]] == ["finished"]
 
 
 def test_a_sweep_is_stopped_while_it_resumes_a_trial_and_tries_a_refused_one_twice(station: Station) -> None:
