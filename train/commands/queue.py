@@ -30,7 +30,7 @@ EXAMPLES = {
 
 def add_arguments(parser: Parser) -> None:
     """Add the output for programs."""
-    parser.epilog = "Runs that wait for other runs (--after) have no place yet. Those of --runs are shown."
+    parser.epilog = "Runs in --runs that wait for other runs (--after) come last, without a place."
     add_json(parser)
 
 
