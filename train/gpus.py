@@ -45,6 +45,8 @@ class Card:
     name: str
     capability: tuple[int, int]
     uuid: str = ""
+    number: int = dataclasses.field(default=-1, compare=False, repr=False)
+    """NVML's, which also counts GPUs that do not answer."""
 
 
 @dataclasses.dataclass
@@ -85,28 +87,27 @@ def number_by_bus() -> None:
 
 
 def cards() -> list[Card]:
-    """Return all GPUs of this machine, in NVML's order. The process may still fork afterwards."""
+    """Return all GPUs of this machine that answer, in NVML's order. The process may still fork afterwards."""
     found = []
     with contextlib.suppress(Exception):  # NVML raises its own errors
         import pynvml
 
         pynvml.nvmlInit()
-        with contextlib.suppress(pynvml.NVMLError):
-            for number in range(pynvml.nvmlDeviceGetCount()):
+        for number in range(pynvml.nvmlDeviceGetCount()):
+            with contextlib.suppress(pynvml.NVMLError):  # it fell off the bus
                 handle = pynvml.nvmlDeviceGetHandleByIndex(number)
                 name, uuid = _text(pynvml.nvmlDeviceGetName(handle)), _text(pynvml.nvmlDeviceGetUUID(handle))
-                found.append(Card(name, tuple(pynvml.nvmlDeviceGetCudaComputeCapability(handle)), uuid))
+                found.append(Card(name, tuple(pynvml.nvmlDeviceGetCudaComputeCapability(handle)), uuid, number))
         pynvml.nvmlShutdown()
     return found
 
 
 def seen_here() -> list[Card]:
-    """Return the GPUs in CUDA_VISIBLE_DEVICES, in its order, by number or UUID; all GPUs if none is recognised.
-
-    The UUID of a MIG slice (MIG-…) does not identify its GPU. Numbers do so only in NVML's order.
-    """
+    """Return the GPUs that `named_here` finds; all GPUs if it finds none, or not all."""
     every = cards()
-    return _visible(every) or every
+    with contextlib.suppress(LookupError):
+        return named_here(every) or every
+    return every
 
 
 def of_ranks(count: int) -> list[Card]:
@@ -114,24 +115,23 @@ def of_ranks(count: int) -> list[Card]:
 
     Returns all GPUs of the machine if it is not known which ones these are, and [] if NVML knows fewer than `count`.
     """
-    every = cards()
-    first = _visible(every)[:count]
+    every, first = cards(), list[Card]()
+    if VISIBLE in os.environ or numbers_as_nvml():
+        with contextlib.suppress(LookupError):
+            first = named_here(every)[:count]
     return [] if len(every) < count else first if len(first) == count else every
 
 
-def _visible(every: list[Card]) -> list[Card]:
-    """Return those of these GPUs that this process is known to see, in CUDA's order."""
-    by_number = os.environ.get(ORDER, BY_BUS) == BY_BUS
-    if VISIBLE not in os.environ:
-        return every if by_number else []
-    names = os.environ[VISIBLE].replace(" ", "").split(",")
-    known = {card.uuid: card for card in every} | {str(n): card for n, card in enumerate(every) if by_number}
-    return [known[name] for name in names if name in known]
+def numbers_as_nvml() -> bool:
+    """Whether CUDA numbers the GPUs of this process as NVML does."""
+    return os.environ.get(ORDER, BY_BUS) == BY_BUS
 
 
 def named_here(every: list[Card]) -> list[Card]:
     """Return those of these GPUs that CUDA_VISIBLE_DEVICES names by number or by the start of a UUID; all if it is not
     set.
+
+    The UUID of a MIG slice (MIG-…) does not identify its GPU. Numbers do so only in NVML's order.
 
     Raises:
         LookupError: it names something else, such as a MIG slice. The text says what.
@@ -143,8 +143,8 @@ def named_here(every: list[Card]) -> list[Card]:
         if name == "-1":  # CUDA stops here
             break
         matches = [card for card in every if name.startswith("GPU-") and card.uuid.startswith(name)]
-        if name.isdecimal() and os.environ.get(ORDER, BY_BUS) == BY_BUS:
-            matches = every[int(name) : int(name) + 1]
+        if name.isdecimal() and numbers_as_nvml():
+            matches = [card for card in every if card.number == int(name)]
         if len(matches) != 1:
             raise LookupError(name)
         found += matches

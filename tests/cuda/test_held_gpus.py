@@ -6,6 +6,7 @@ import json
 
 import pytest
 
+from tests.cuda.cards import uuid
 from tests.cuda.conftest import GpuStation
 
 pytestmark = pytest.mark.minutes
@@ -63,3 +64,31 @@ def test_the_trials_of_a_sweep_share_the_free_gpus(machine: GpuStation) -> None:
     assert {machine.record(f"seeds-00{number}")["gpus"] for number in range(1, 5)} == {"2", "3"}
     machine.ok("stop", "other")
     assert not machine.record("seeds")["wants"]["lease"]
+
+
+def test_a_run_on_the_cpu_takes_no_gpu_also_if_a_file_or_the_forked_run_says_so(machine: GpuStation) -> None:
+    machine.ok("launch", "fake", "--name", "every", "--nproc", 4, *LONG)
+    (machine.folder / "cpu.toml").write_text('device = "cpu"\n')
+    machine.ok("launch", "fake", "--name", "cores", "--config", "cpu.toml", "--nproc", "auto", *SHORT, "--follow")
+    assert machine.record("cores")["world_size"] == 1
+    machine.ok("fork", "cores", "--name", "forked", "--steps", 4, "--follow")
+    assert {machine.record(name)["device"] for name in ("cores", "forked")} == {"cpu"}
+    machine.ok("stop", "every")
+
+
+def test_a_run_with_as_many_ranks_as_gpus_waits_for_one_and_takes_all_that_are_free(machine: GpuStation) -> None:
+    machine.ok("launch", "fake", "--name", "three", "--nproc", 3, *LONG)
+    machine.ok("launch", "fake", "--name", "one", *LONG)
+    machine.ok("launch", "fake", "--name", "auto", "--nproc", "auto", "--queue", *LONG)
+    machine.wait("auto", lambda record: record["reason"].startswith("waits for 1 GPU, first in the queue: GPU 0"))
+    machine.ok("stop", "three")
+    machine.wait("auto", lambda record: record["state"] == "running")
+    assert (machine.record("auto")["world_size"], machine.record("auto")["gpus"]) == (3, "0,1,2")
+    for name in ("auto", "one"):
+        machine.ok("stop", name)
+
+
+def test_a_gpu_that_is_lost_hides_none_of_those_after_it(machine: GpuStation) -> None:
+    machine.cards.write(1, answers=0)
+    machine.ok("launch", "fake", "--name", "pair", "--gpus", 2, *SHORT, "--follow")
+    assert machine.record("pair")["gpus"] == f"{uuid(0)},{uuid(2)}"

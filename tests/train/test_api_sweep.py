@@ -33,6 +33,25 @@ def test_a_sweep_is_started_waited_for_and_read(station: Station, monkeypatch: p
     assert "3.5000 ± 0.7071" in made.table() and made.table().endswith("train show api-002")
 
 
+def test_evaluations_come_while_the_run_trains_and_end_with_it(
+    station: Station, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(station.folder)
+    for name, value in station.environment("launch").items():
+        monkeypatch.setenv(name, value)
+    run = train.launch("digits", name="evaluated", epochs=1000, cpu_threads=1, runs=station.runs)
+    steps = []
+    for found in run.evaluations():
+        steps.append(found["step"])
+        assert 0 <= found["eval"]["accuracy"] <= 1
+        if len(steps) == 2:
+            assert run.state == "running"
+            run.stop()
+    assert run.state == "stopped" and len(steps) >= 2
+    assert steps == [line["step"] for line in run.metrics if "eval" in line] == sorted({*steps})
+    assert [found["step"] for found in run.evaluations()] == steps
+
+
 @pytest.mark.parametrize(
     ("call", "why"),
     [

@@ -13,9 +13,9 @@ import pytest
 from train import gpus
 from train.gpus import Card
 
-OLD = Card("NVIDIA Quadro K620", (5, 0), "GPU-1f0e2d3c-aaaa")
-NEW = Card("NVIDIA B200", (10, 0), "GPU-8932f937-bbbb")
-OTHER = Card("NVIDIA H100", (9, 0), "GPU-89aaf937-cccc")
+OLD = Card("NVIDIA Quadro K620", (5, 0), "GPU-1f0e2d3c-aaaa", 0)
+NEW = Card("NVIDIA B200", (10, 0), "GPU-8932f937-bbbb", 1)
+OTHER = Card("NVIDIA H100", (9, 0), "GPU-89aaf937-cccc", 2)
 ALL = [OLD, NEW, OTHER]
 
 
@@ -53,8 +53,9 @@ def test_only_the_cards_that_a_run_may_see_are_looked_at(
         ("2,1", None, 1, [OTHER]),
         ("GPU-89aaf937-cccc,GPU-8932f937-bbbb", "FASTEST_FIRST", 2, [OTHER, NEW]),
         ("MIG-5c89852c-d268-c3f3", None, 1, ALL),
-        ("GPU-89aaf937-cccc,GPU-8932", None, 2, ALL),  # CUDA takes the beginning of a UUID, too
+        ("GPU-89aaf937-cccc,GPU-8932", None, 2, [OTHER, NEW]),  # CUDA takes the beginning of a UUID, too
         (None, None, 4, []),
+        ("0,MIG-5c89852c-d268-c3f3", None, 1, ALL),
     ],
 )
 def test_the_cards_of_the_ranks_are_the_first_ones_or_all_that_they_could_be(

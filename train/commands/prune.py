@@ -7,12 +7,14 @@ import dataclasses
 import os
 import sys
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from .. import format, screen
 from ..checkpoint import manifest
 from ..checkpoint.prune import keep_only
+from ..cluster import engine
 from ..errors import EXIT_FINISHED, Refused, nearest
 from ..mirror import process, state
 from ..monitor.status import RunStatus, here
@@ -126,6 +128,10 @@ def _plan(run: Run, keep: frozenset[str]) -> _Plan:
     if saved and not stay:
         raise Refused(f"no checkpoint of {run.name} was evaluated, so there is no best one; use --keep last")
     steps, left = [step for step in saved if step not in stay], manifest.left_over(run)
+    needed = _needed(run.path.parent) if steps else {}
+    for step in steps:
+        if user := needed.get(os.path.realpath(run.checkpoint(step))):
+            raise Refused(f"{run.name} is not pruned: {user} starts from its step {step}; first: train stop {user}")
     places = [*(run.checkpoint(step) for step in steps), *(run.checkpoints / name for name in left)]
     for folder in (run.path, run.checkpoints, *places):
         if folder != run.path and folder.is_symlink():  # it may lead into another run
@@ -133,6 +139,29 @@ def _plan(run: Run, keep: frozenset[str]) -> _Plan:
         if places and not os.access(folder, os.R_OK | os.W_OK | os.X_OK):
             raise Refused(f"{run.name} is not pruned: cannot delete in {folder}; check its owner and mode")
     return _Plan(run, stay, steps, left, sum(map(folders.size_of, places)))
+
+
+def _needed(runs: Path) -> dict[str, str]:
+    """Return the checkpoints that --init names and that are read later. Maps their paths to the name of the run.
+
+    A launch reads them at once. A sweep launches trials later, and a submitted run is launched on its node.
+    """
+    found = {}
+    for run in folders.every(runs):
+        with contextlib.suppress(Refused, OSError):  # it is damaged, or removed meanwhile
+            one = here(run)
+            if one.record["attempts"] and not one.sweep:
+                continue
+            if not (one.is_alive or one.state == states.INTERRUPTED or states.rests_by_itself(one.record)):
+                continue
+            sweep, flags = kept.find(run), list[Mapping[str, Any]]()
+            if sweep:
+                flags = [sweep.launch.get("flags") or {}, *sweep.trials.values()]
+            elif one.record.get("submitted"):
+                flags = [engine.read(run.folder)["flags"]]
+            for init in filter(None, (each.get("init") for each in flags)):
+                found[os.path.realpath(init.removesuffix(f"@{best.AVERAGE}"))] = one.name
+    return found
 
 
 def _check(one: RunStatus) -> None:

@@ -1,7 +1,8 @@
 """A run that gives way (--gives-way): it stops by itself when another one waits for what it holds, and waits behind it.
 
 Each run decides for itself, by the notes in the shared folder; no process signals another run's. Of several runs that
-could give way only as many stop as are needed, the youngest first. Imports no torch.
+could give way only as many stop as are needed, the youngest first. A run that has just given way rests and is left out.
+Imports no torch.
 """
 
 from __future__ import annotations
@@ -39,11 +40,8 @@ class GivingWay:
         self._run, self._held, self._stop = run, held, stop
         self._scope = (record.get("wants") or {}).get("gives_way") or "" if held.lease is not None else ""
         self._first_seen = dict[str, float]()
-        last = run_folder.seconds_of((record.get("gave_way") or {}).get("last"))
-        text = os.environ.get(EVERY, "")
-        every = whole(text) if is_whole(text) else _EVERY
-        self._again_at = last + every if last is not None else 0.0
-        self._pause, self._patience = min(_LOOK_EVERY, every), min(_PATIENCE, every)
+        self._again_at = held.rests_until
+        self._pause, self._patience = min(_LOOK_EVERY, _every()), min(_PATIENCE, _every())
 
     def look(self) -> None:
         """Ask the run to stop if it should give way now. Called several times a second."""
@@ -91,8 +89,25 @@ def _is_free(name: str, holder: Holder | None, waiter: Waiting) -> bool:
 
 
 def _yields(holder: Holder, waiter: Waiting) -> bool:
-    """Whether the holder of a device gives way to a waiter."""
+    """Whether the holder of a device gives way to a waiter now."""
+    if is_whole(holder.rests) and time.time() < whole(holder.rests):
+        return False
     return holder.gives_way == "all" or (holder.gives_way == "mine" and holder.uid == str(waiter.uid))
+
+
+def _every() -> int:
+    text = os.environ.get(EVERY, "")
+    return whole(text) if is_whole(text) else _EVERY
+
+
+def rests_until(record: Mapping[str, Any]) -> float:
+    """Return when a run may give way again, in seconds since the epoch.
+
+    Args:
+        record: Its run.json, or {}.
+    """
+    last = run_folder.seconds_of((record.get("gave_way") or {}).get("last"))
+    return last + _every() if last is not None else 0.0
 
 
 def queue_again(run: Run, held: Reservation, reason: str) -> bool:
@@ -115,7 +130,7 @@ def queue_again(run: Run, held: Reservation, reason: str) -> bool:
     if held.wants is not None and held.lease is not None and not held.wants.count:  # as many as it had
         held.wants = dataclasses.replace(held.wants, count=len(held.lease.devices))
     record_queued(run, reason, gave_way={**given, "since": now})
-    held.is_queued, held.lease = True, None
+    held.is_queued, held.lease, held.rests_until = True, None, rests_until(run.read())
     return True
 
 

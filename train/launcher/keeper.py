@@ -88,7 +88,7 @@ def keep(runs: Path, once: bool) -> int:
         screen.say(f"{run_folder.now()} warning: {problem}; set TRAIN_STATE to another folder")
     if not once:
         screen.say(f"{run_folder.now()} keeping the runs in {runs}")
-    sign_of_life = keeper_sign.touch if not once else (lambda: None)
+    sign_of_life = (lambda: keeper_sign.touch(runs)) if not once else (lambda: None)
     # one thread per run: a run whose dataset hangs during its check must not delay the others
     cares: dict[Path, _Care] = {}
     lender = Helper(_lend, pause=LEND_AGAIN, longest=LEND_AGAIN)
@@ -113,7 +113,7 @@ def keep(runs: Path, once: bool) -> int:
         _stop_all(runs, tell, sign_of_life)
     lender.end(zygote.ENDING)
     if not once:
-        keeper_sign.remove()
+        keeper_sign.remove(runs)
     return EXIT_FINISHED
 
 

@@ -1,8 +1,13 @@
-"""The sign of life of a keeper: a file in this user's state folder that it touches while it lives."""
+"""The sign of life of a keeper: files in this user's state folder that it touches while it lives.
+
+One is the same for all keepers, and one belongs to the folder of runs that it keeps.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import os
 import time
 from pathlib import Path
 
@@ -12,22 +17,26 @@ _LATE = 60.0
 """Seconds without a sign of life after which a keeper counts as dead: it may be handling many runs."""
 
 
-def _path() -> Path:
-    """Return the file that a keeper of this user touches while it lives. Raises OSError without a home folder."""
-    return ownership.state_folder() / "keeper"
+def _path(runs: Path | None = None) -> Path:
+    """Return the file that a keeper of this user touches, or that of this folder of runs. Raises OSError without a home
+    folder."""
+    of_folder = "" if runs is None else f"-{hashlib.sha256(os.fsencode(os.path.realpath(runs))).hexdigest()[:16]}"
+    return ownership.state_folder() / f"keeper{of_folder}"
 
 
-def touch() -> None:
-    """Give the keeper's sign of life, if the state folder is writable."""
+def touch(runs: Path) -> None:
+    """Give the sign of life of the keeper of these runs, if the state folder is writable."""
     with contextlib.suppress(OSError):
         _path().parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        _path().touch(mode=0o600)
+        for path in (_path(), _path(runs)):
+            path.touch(mode=0o600)
 
 
-def remove() -> None:
+def remove(runs: Path) -> None:
     """Remove the sign of life of a keeper that ends on request."""
     with contextlib.suppress(OSError):
-        _path().unlink()
+        for path in (_path(runs), _path()):
+            path.unlink(missing_ok=True)
 
 
 def last_seen() -> float | None:
@@ -37,6 +46,8 @@ def last_seen() -> float | None:
     return None
 
 
-def is_alive() -> bool:
-    """Whether a keeper of this user lives."""
-    return time.time() - (last_seen() or 0.0) < _LATE
+def is_alive(runs: Path) -> bool:
+    """Whether a keeper of this user lives that keeps these runs."""
+    with contextlib.suppress(OSError):
+        return time.time() - _path(runs).stat().st_mtime < _LATE
+    return False

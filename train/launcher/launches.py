@@ -71,9 +71,11 @@ class NewRun(Request, _New):
     def check(self) -> Plan:
         from ..code import imports
         from .checks import prepare
+        from .leasing import device_of
         from .ranks_and_gpus import choose
 
-        ranks, visible = choose(self.nproc, self.gpus, cpu_only=self.flags.get("device") == "cpu", leased=self.leased)
+        is_on_cpu = device_of(self, {}) == "cpu"
+        ranks, visible = choose(self.nproc, self.gpus, cpu_only=is_on_cpu, leased=self.leased)
         nodes = numbers_of(self.machines())
         of_gloo = keep_gloo_at_home(ranks, nodes)
         imports.watch()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -18,7 +19,7 @@ from ..leases.tickets import Ticket
 from ..run import environment, folders, states
 from ..run.record import Record
 from ..run.run_folder import Run
-from . import ranks_and_gpus
+from . import giving_way, ranks_and_gpus
 from .request import Launch, Plan
 
 _FEW = 16
@@ -51,7 +52,7 @@ def reserve(launch: Launch, *, run: Run | None = None, record: Record | None = N
         return Reservation()
     if run is not None:
         ranks_and_gpus.see(_visible_for_resume(launch, run))
-    held = Reservation()
+    held = Reservation(rests_until=giving_way.rests_until(known))
     try:
         held.wants = wants = _wants_of(launch, known, held)
         if wants is None:
@@ -65,7 +66,7 @@ def reserve(launch: Launch, *, run: Run | None = None, record: Record | None = N
         else:
             _take(launch, held)
         if held.is_queued and not launch.after:
-            note = note_of(launch.name, launch.gives_way, launch.ticket, wants)
+            note = note_of(launch.name, launch.gives_way, launch.ticket, wants=wants)
             held.ticket = Ticket(wants.kind, launch.ticket, Path(launch.runs) / launch.name, note=note)
     except (Unusable, OSError) as error:
         if launch.queue and is_asked:
@@ -219,10 +220,8 @@ def _wants_of(launch: Launch, record: Mapping[str, Any], held: Reservation) -> W
     """
     nproc = launch.nproc or (None if launch.gpus else str(record.get("nproc") or record.get("world_size") or 1))
     count = whole(nproc) if nproc is not None and is_whole(nproc) else 0 if nproc == "auto" else 1
-    flags = getattr(launch, "flags", None) or {}
-    is_on_cpu = flags.get("device", record.get("device")) == "cpu"
     here: list[Device] = []
-    if not is_on_cpu:
+    if device_of(launch, record) != "cpu":
         try:
             here = devices.gpus_here()
         except LookupError as error:
@@ -238,6 +237,23 @@ def _wants_of(launch: Launch, record: Mapping[str, Any], held: Reservation) -> W
         with contextlib.suppress(Refused):  # the machine has changed; the check says what is missing
             return _of_gpus(asked, here)
     return Wants(GPU, here, min(count, len(here)))
+
+
+def device_of(launch: Launch, record: Mapping[str, Any]) -> Any:
+    """Return the field `device` as far as it is known before the check; None: unknown.
+
+    Args:
+        record: run.json of a run that is resumed.
+    """
+    flags, file, of = (getattr(launch, name, None) for name in ("flags", "config_file", "of"))
+    if flags and "device" in flags:
+        return flags["device"]
+    if file:
+        from .. import config as configuration
+
+        with contextlib.suppress(Refused):  # the check says what is wrong
+            return configuration.read_toml(Path(file)).get("device")
+    return (folders.record_of(Path(launch.runs), of) if of else record).get("device")
 
 
 def _of_cores(ranks: int) -> Wants:
@@ -256,7 +272,8 @@ def _take(launch: Launch, held: Reservation) -> None:
     """Take what is wanted, or queue. A launch that does not wait tries for some seconds."""
     wants = held.wants
     assert wants is not None
-    note, until = note_of(launch.name, launch.gives_way, launch.ticket), time.monotonic() + _PATIENCE
+    note = note_of(launch.name, launch.gives_way, launch.ticket, rests_until=held.rests_until)
+    until = time.monotonic() + _PATIENCE
     while True:
         held.lease, obstacles = devices.take(wants, note)
         before = tickets.waiting(GPU) if held.lease is not None and wants.kind == GPU and not launch.queue else []
@@ -280,9 +297,9 @@ def _take(launch: Launch, held: Reservation) -> None:
     raise Refused(f"{', '.join(obstacles)}; {way}; without a lease: --no-lease")
 
 
-def note_of(name: str, gives_way: str, ticket: int, wants: Wants | None = None) -> Holder:
+def note_of(name: str, gives_way: str, ticket: int, *, wants: Wants | None = None, rests_until: float = 0.0) -> Holder:
     """Return the note of a run for its leases, or for a ticket with what it wants."""
-    more = {"gives_way": gives_way, "number": f"{ticket:020d}"}
+    more = {"gives_way": gives_way, "number": f"{ticket:020d}", "rests": str(math.ceil(rests_until))}
     if wants is not None:
         few = wants.devices if len(wants.devices) <= _FEW else ()
         more |= {"wants": str(wants), "count": str(max(wants.count, 1)), "among": " ".join(one.key for one in few)}

@@ -102,15 +102,19 @@ def begin(run: Run) -> None:
 
 
 def left_over(run: Run, record: Record) -> str:
-    """Return the mark of an end of which no notice was or is being sent, for the keeper; '' if there is none.
+    """Return the mark of an end of which no notice was or is being sent, for the keeper; '' if there is none, or if
+    this process knows no address.
 
     Args:
         record: run.json with the effective state.
     """
     mark = due(record, keeper_lives=True)
-    if mark and durable.is_locked(run.folder / _LOCK):
-        return ""
-    return mark if mark and run.was_started_here(record) else ""  # a command may come from elsewhere
+    if not mark or durable.is_locked(run.folder / _LOCK) or not run.was_started_here(record):
+        return ""  # a command may come from elsewhere
+    try:
+        return mark if address(run.folder, os.environ) is not None else ""
+    except Refused:
+        return mark  # the sender notes what is wrong
 
 
 def due(record: Record, *, keeper_lives: bool) -> str:
@@ -171,22 +175,24 @@ def deliver(run: Run, again: Sequence[float] = AGAIN) -> None:
         again: Seconds before each further try.
     """
     record = _settled(run)
-    mark = due(record, keeper_lives=keeper_sign.is_alive())
+    mark = due(record, keeper_lives=keeper_sign.is_alive(run.path.parent))
     if not mark:
         return
+    to: Address | None = None
+    problem: str | None = f"{VARIABLE} is not set where the run ended; set it for the keeper too"
     try:
-        problem = _tried(run, record, again)
+        if (to := address(run.folder, os.environ)) is not None:
+            problem = _tried(run, record, to, again)
     except Exception as error:  # noted, else nobody would see it
         problem = one_line(error) or type(error).__name__
     if problem is not None:
-        run.note(noticed=mark, notice_problem=f"not sent ({now()}): {problem}" if problem else "")
+        judged: dict[str, Any] = {"noticed": mark} if to is not None else {}  # else a keeper may know an address
+        run.note(**judged, notice_problem=f"not sent ({now()}): {problem}" if problem else "")
 
 
-def _tried(run: Run, record: Record, again: Sequence[float]) -> str | None:
+def _tried(run: Run, record: Record, to: Address, again: Sequence[float]) -> str | None:
     """Send the notice. Returns why that is given up; '' if it was sent, None if the run was resumed meanwhile."""
-    to, problem = address(run.folder, os.environ), ""
-    if to is None:
-        return f"{VARIABLE} is not set where the run ended; set it for the keeper too"
+    problem = ""
     told = message(run, record)
     for pause in (0.0, *again):
         time.sleep(pause)

@@ -126,6 +126,8 @@ class Loop:
             one = self._ended.get(name) or kept.look(self._run.path.parent, name, self._sweep, known=known)
             if one.state in (states.RUNNING, states.FINISHED):  # a refusal may have met a moment between two states
                 self._refusals.pop(name, None)
+            elif self._refusals[name] >= _TRIES and not one.is_live:
+                one = Trial(name, one.parameters, states.FAILED, reason=refused.get(name, one.reason))
             if not (one.is_live or self._is_open(one)):
                 self._ended[name] = one
             trials.append(one)
@@ -206,8 +208,6 @@ class Loop:
                 reason = str(error)
                 screen.say(f"{name} cannot be started: {reason}")
                 self._run.update(lambda record: _refuse(record, name, reason))
-                if one.state != WAITING:
-                    self._ended[name] = Trial(name, one.parameters, states.FAILED, reason=reason)
             time.sleep(_LOOK_EVERY)
             return
         self._refusals.pop(name, None)

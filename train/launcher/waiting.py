@@ -122,7 +122,9 @@ def _wait_for_turn(opened: OpenedRun, look: Callable[[], None], tell: _Told) -> 
     wants, record = held.wants, run.read()
     assert wants is not None
     asked, number = record.get("wants") or {}, record["ticket"]
-    note = functools.partial(leasing.note_of, run.name, asked.get("gives_way") or "", number)
+    note = functools.partial(
+        leasing.note_of, run.name, asked.get("gives_way") or "", number, rests_until=held.rests_until
+    )
     ticket = held.ticket
     try:
         while True:
@@ -130,7 +132,7 @@ def _wait_for_turn(opened: OpenedRun, look: Callable[[], None], tell: _Told) -> 
                 if ticket is not None and not ticket.is_there():  # somebody has emptied the folder
                     ticket.leave()
                     ticket = None
-                ticket = ticket or Ticket(wants.kind, number, run.path, note=note(wants))
+                ticket = ticket or Ticket(wants.kind, number, run.path, note=note(wants=wants))
                 before = ticket.look()
                 if not before:
                     held.lease, obstacles = devices.take(wants, note())

@@ -102,6 +102,8 @@ class Reservation:
     """Whether it waits in the queue."""
     ticket: Ticket | None = None
     """Its place there, from before its check on, so that nobody passes meanwhile; None: it has none yet."""
+    rests_until: float = 0.0
+    """When it may give way again, in seconds since the epoch."""
     said: list[str] = dataclasses.field(default_factory=list)
     """Warnings for its user."""
 
@@ -117,9 +119,13 @@ class Reservation:
                 self.ticket.touch()
 
 
-def of_gpu(uuid: str, number: int) -> Device:
-    """Return a GPU as a device, given its number by NVML."""
-    by_number = os.environ.get(gpus.ORDER, gpus.BY_BUS) == gpus.BY_BUS
+def of_gpu(uuid: str, number: int, *, by_number: bool = False) -> Device:
+    """Return a GPU as a device.
+
+    Args:
+        number: NVML's.
+        by_number: Whether CUDA has the same number for it.
+    """
     return Device(f"gpu-{uuid}", f"GPU {number}", uuid, str(number) if by_number else uuid)
 
 
@@ -130,7 +136,9 @@ def gpus_here() -> list[Device]:
         LookupError: CUDA_VISIBLE_DEVICES names something else, such as a MIG slice. The text says what.
     """
     every = gpus.cards()
-    return [of_gpu(card.uuid, every.index(card)) for card in gpus.named_here(every)]
+    # CUDA may count without a GPU that does not answer
+    by_number = gpus.numbers_as_nvml() and all(card.number == place for place, card in enumerate(every))
+    return [of_gpu(card.uuid, card.number, by_number=by_number) for card in gpus.named_here(every)]
 
 
 def cores_here(cores: float) -> list[Device]:

@@ -56,6 +56,8 @@ class Holder:
     """Of a ticket: the names of their files, if only these will do."""
     gives_way: str = ""
     """`mine` or `all`: to which runs that wait it gives way."""
+    rests: str = ""
+    """Until when it does not give way again, in seconds since the epoch."""
     number: str = ""
     """Its place in the queue, now or later."""
 

@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 import json
 import math
+import statistics
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -283,6 +284,13 @@ def own_runs(run: Run) -> list[Run]:
     return [Run(run.path.parent / one.name) for one in found if one.record is not None]
 
 
+def deviation_of(values: Sequence[float]) -> float | None:
+    """Return the standard deviation of a sample; nan if a value is not finite, None if there are fewer than two."""
+    if len(values) < 2:
+        return None
+    return statistics.stdev(values) if all(map(math.isfinite, values)) else math.nan
+
+
 class Row(NamedTuple):
     """Trials with the same parameters, but for those that repeat."""
 
@@ -300,11 +308,8 @@ class Row(NamedTuple):
 
     @property
     def deviation(self) -> float | None:
-        """The standard deviation of a sample; None: there are fewer than two values."""
-        values, mean = self.values, self.mean
-        if mean is None or len(values) < 2:
-            return None
-        return math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (len(values) - 1))
+        """The standard deviation of the values; None: there are fewer than two."""
+        return deviation_of(self.values)
 
     def best(self, metric: Metric) -> Trial | None:
         """Return the best trial."""

@@ -25,6 +25,8 @@ _NUMBER = r"-?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?"
 _RANGE = re.compile(rf"({_NUMBER})\.\.({_NUMBER})")
 _DIGITS = 4
 """Number of significant digits of a value that is drawn."""
+_TRIES = 20_000
+"""Maximum number of draws until one is new: enough to find the last one of MOST."""
 _GIVE = {
     "grid": "--grid optim.lr=1e-3,1e-2", "search": "--search optim.lr=log:1e-5..1e-2", "repeat": "--repeat seed=0..2",
     "add": "--add optim.lr=3e-3",
@@ -91,7 +93,11 @@ class Space:
                 raise Refused(f"--trials {self.draws}: there are only {there} different ones; use --grid for all")
 
     def cells(self) -> list[Parameters]:
-        """Return the parameters of all trials, in the order of their numbers. Those that repeat a cell are together."""
+        """Return the parameters of all trials, in the order of their numbers. Those that repeat a cell are together.
+
+        Raises:
+            Refused: a search has too few different ones.
+        """
         if self.search:
             firsts: Iterable[Parameters] = self._drawn()
         else:
@@ -99,11 +105,19 @@ class Space:
         return [first | more for first in firsts for more in _product(self.repeat)]
 
     def _drawn(self) -> list[Parameters]:
-        """Return what is drawn, each cell once: number n, from 1, is a function of the seed and n alone."""
+        """Return what is drawn, each cell once: number n, from 1, is a function of the seed and n alone.
+
+        Raises:
+            Refused: there are too few different ones.
+        """
         found: list[Parameters] = []
         for number in range(1, self.draws + 1):
-            again = (self._draw(f"{number}" if not tries else f"{number}-{tries}") for tries in itertools.count())
-            found.append(next(cell for cell in again if cell not in found))
+            again = (self._draw(f"{number}" if not tries else f"{number}-{tries}") for tries in range(_TRIES))
+            cell = next((cell for cell in again if cell not in found), None)
+            if cell is None:
+                few = f"only {len(found)} different ones were found, as values have {_DIGITS} digits"
+                raise Refused(f"--trials {self.draws}: {few}; use --grid")
+            found.append(cell)
         return found
 
     def _draw(self, number: str) -> Parameters:

@@ -17,6 +17,7 @@ from ..monitor.status import RunStatus, here
 from ..run import metrics
 from ..run.durable import check_target, published
 from ..run.run_folder import Run
+from ..sweeps.kept import deviation_of
 from . import listing, settings
 
 if TYPE_CHECKING:
@@ -185,15 +186,10 @@ def _mean(
     steps = sorted(set.intersection(*map(set, known)))
     means = [statistics.fmean(line[step] for line in known) for step in steps]
     if panel and len(known) > 1:
-        ends = [_deviation([line[step] for line in known]) for step in steps]
+        ends = [deviation_of([line[step] for line in known]) or 0.0 for step in steps]
         lows, highs = ([mean + sign * end for mean, end in zip(means, ends, strict=True)] for sign in (-1, 1))
         curves.spreads[panel] = steps, lows, highs
     return array("d", steps), array("d", means)
-
-
-def _deviation(values: list[float]) -> float:
-    """Return the deviation of a sample; nan if a value is none."""
-    return statistics.stdev(values) if all(map(math.isfinite, values)) else math.nan
 
 
 def plot(runs: list[Run], target: Path, by: Sequence[str] = ()) -> list[str]:

@@ -111,4 +111,4 @@ class _Awaited:
 def _comes_back(one: RunStatus) -> bool:
     """Whether a keeper lives that resumes this run."""
     is_wanted = resumable.is_resumable(one.record) and resumable.keeper_may_start(one.record)
-    return bool(is_wanted) and keeper_sign.is_alive()
+    return bool(is_wanted) and keeper_sign.is_alive(one.run.path.parent)

@@ -221,3 +221,20 @@ def test_another_users_run_is_refused(station: Station) -> None:
     os.chown(run.folder, 4005, 4005)
     text = refused(station, "a", "--yes")
     assert "belongs to" in text and len(run.steps_saved()) == 3
+
+
+def test_what_a_sweep_reads_later_stays_and_a_queued_run_has_read_its_weights(station: Station) -> None:
+    station.more |= {"TRAIN_SLOTS": "1"}
+    words = ("--cpu_threads", 1, "--checkpoint.every_steps", 2, "--checkpoint.keep", 9)
+    station.ok("run", "digits", "--name", "source", "--steps", 4, *words)
+    (station.folder / "idle.py").write_text("import time\ntime.sleep(600)\n")
+    station.ok("launch", "--script", "idle.py", "--name", "holder")
+    for command, name, more in (("launch", "waiter", ["--queue"]), ("sweep", "later", ["--grid", "seed=0..1"])):
+        station.ok(command, "digits", "--name", name, "--init", "source@2", "--steps", 2, "--cpu_threads", 1, *more)
+    text = refused(station, "source", "--keep", "last", "--yes")
+    assert "source is not pruned: later starts from its step 2; first: train stop later" in text
+    station.ok("stop", "later")
+    station.ok("prune", "source", "--keep", "last", "--yes")
+    assert station.run("source").steps_saved() == [4]
+    station.ok("stop", "holder")
+    assert station.wait_for_end("waiter")["state"] == "finished"

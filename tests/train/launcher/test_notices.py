@@ -70,8 +70,8 @@ def test_a_finished_run_is_told_of_once_with_its_result(station: Station, server
     server.code = 404
     notices.deliver(station.run("vit"), again=(0.05, 0.05))  # without an address
     assert "TRAIN_NOTIFY is not set where the run ended" in station.ok("show", "vit").stdout
+    assert "sending" not in station.ok("keeper", "--once").stderr and not station.record("vit")["noticed"]
     os.environ.update(by(server))
-    station.run("vit").update(noticed="")
     notices.deliver(station.run("vit"), again=(0.05, 0.05))
     assert len(server.received) == 4
     assert f"): {server.place} answered 404" in " ".join(station.ok("show", "vit").stdout.split())
@@ -94,6 +94,8 @@ def test_a_run_that_failed_is_told_of_and_one_that_its_user_stops_is_not(station
 
 
 def test_without_a_keeper_a_run_that_a_signal_stops_is_told_of(station: Station, server: Hook) -> None:
+    other = station.start("keeper", "--runs", station.folder / "elsewhere")  # keeps none of these
+    assert "keeping the runs in" in other.stdout.readline()
     station.ok("launch", "digits", "--name", "a", "--epochs", 1000, *QUICK, env=by(server))
     station.wait_for_step("a", 1)
     os.kill(station.record("a")["pids"]["agent"], signal.SIGTERM)
@@ -101,6 +103,8 @@ def test_without_a_keeper_a_run_that_a_signal_stops_is_told_of(station: Station,
     [text] = server.texts
     assert text.startswith("a was stopped after step ")
     assert text.endswith(" (SIGTERM), and is not started again; go on: train resume a")
+    other.terminate()
+    other.communicate(timeout=station.patience)
 
 
 def test_the_command_of_a_run_is_for_its_owner_alone_and_stays_with_forks_and_resumes(station: Station) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import random
+import resource
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -85,6 +86,26 @@ def test_a_note_of_anybody_is_read_without_harm(content: bytes) -> None:
     found = Holder.from_bytes(content)
     assert found.run == "" and "\x1b" not in found.user
     assert devices.held("GPU 0", found).startswith("GPU 0 is held by ")
+
+
+def test_on_a_full_disk_a_lease_holds_without_its_note() -> None:
+    ready, is_ready = os.pipe()
+
+    def hold_forever() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
+        assert devices.take(_cores(1), Holder.of("full"))[0] is not None
+        os.write(is_ready, b"1")
+        time.sleep(60)
+
+    (locks.folder() / "core-0").touch()
+    pid = _forked(hold_forever)
+    os.close(is_ready)
+    assert os.read(ready, 1) == b"1"
+    os.close(ready)
+    both, obstacles = devices.take(_cores(2), Holder.of("other"))
+    assert both is None and obstacles == ["core 0 is held by somebody"]
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
 
 
 def test_a_folder_that_cannot_be_used_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+import threading
 from pathlib import Path
 
 from tests.train.conftest import Station
 from tests.waiting import eventually
+from train.leases import locks
+from train.leases.locks import Holder
 from train.run.states import rests_by_itself
 
 SHORT = ["--steps", 3, "--cpu_threads", 1, "--log.tensorboard", "false"]
@@ -71,6 +75,17 @@ def test_a_run_waits_for_others_and_stops_with_them(station: Station) -> None:
         assert not (station.runs / "after-1").exists()
     station.ok("launch", "digits", "--name", "after-1", *SHORT, "--after", "after-long")
     station.ok("launch", "digits", "--name", "after-2", *SHORT, "--after", "after-1,after-long")
+    station.wait("after-2", lambda record: record["reason"] == "waits for after-1, after-long")
+    words = [line.split() for line in station.ok("queue").stdout.splitlines()]
+    assert [[line[0], line[1], *line[3:-1]] for line in words[1:]] == [
+        ["-", "after-1", "after-long"], ["-", "after-2", "after-1,", "after-long"],
+    ]  # fmt: skip
+    listed = json.loads(station.ok("queue", "--json").stdout)
+    assert [(one["run"], one["state"], one["place"], one["after"]) for one in listed][1:] == [
+        ("after-2", "queued", None, ["after-1", "after-long"])
+    ]
+    os.kill(_waiter(station, "after-2"), signal.SIGKILL)
+    station.ok("resume", "after-2", "--queue")
     station.wait("after-2", lambda record: record["reason"] == "waits for after-1, after-long")
     station.ok("stop", "after-long")
     first, second = station.wait_for_end("after-1"), station.wait_for_end("after-2")
@@ -142,3 +157,62 @@ def test_a_run_that_gives_way_comes_back_and_ends_with_the_same_bits(station: St
     assert "gave way     2 times" in station.ok("show", "way").stdout
     station.ok("launch", "slow.py", "--name", "way-calm", *same, "--follow", env={"PAUSE": "0"})
     assert record["weights_sha256"] == station.record("way-calm")["weights_sha256"]
+
+
+def test_a_run_that_has_just_given_way_rests_and_an_older_one_steps_in(station: Station) -> None:
+    station.more |= {"TRAIN_SLOTS": "2", "PAUSE": "0.02"}
+    (station.folder / "slow.py").write_text(SLOW)
+    for name, every in (("rest-old", "1"), ("rest-young", "600")):
+        env = {"TRAIN_GIVES_WAY_EVERY": every}
+        station.ok("launch", "slow.py", "--name", name, "--steps", 100_000, *SHORT[2:], "--gives-way", "mine", env=env)
+    seen, is_over = set[str](), threading.Event()
+
+    def look() -> None:
+        while not is_over.is_set():
+            seen.update(station.run(name).read_effective()["state"] for name in ("rest-old", "rest-young"))
+
+    watcher = threading.Thread(target=look, daemon=True)
+    watcher.start()
+    for name, gives in (("rest-1", "rest-young"), ("rest-2", "rest-old")):
+        station.ok("launch", "digits", "--name", name, *SHORT, "--queue", "--follow")
+        assert station.record(gives)["gave_way"]["times"] == 1
+        station.wait(gives, lambda record: record["state"] == "running")
+    is_over.set()
+    watcher.join()
+    assert "queued" in seen and seen <= {"created", "queued", "running"}  # at no moment stopped or interrupted
+    assert station.record("rest-young")["gave_way"]["times"] == 1
+
+
+def test_a_keeper_without_a_folder_for_leases_resumes_all_the_same(station: Station) -> None:
+    station.ok("launch", "digits", "--name", "no-folder", "--epochs", 3, "--checkpoint.every_steps", 1, *SHORT[2:])
+    station.wait_for_step("no-folder", 2)
+    os.kill(station.record("no-folder")["pids"]["agent"], signal.SIGKILL)
+    station.wait("no-folder", lambda record: record["state"] == "interrupted")
+    (station.folder / "file").write_text("")
+    station.more["TRAIN_LEASES"] = str(station.folder / "file" / "leases")
+    said = station.ok("keeper", "--once").stderr
+    assert "no-folder: resumed" in said and "no GPU or core can be reserved" in said, said
+    assert station.wait_for_end("no-folder")["state"] == "finished"
+
+
+def test_what_anybody_can_write_into_the_shared_folder_stops_nobody(station: Station) -> None:
+    """Garbage, a huge note, a FIFO and a link, under the names of cores and tickets, some of them locked."""
+    station.more |= CORES
+    station.leases.mkdir(mode=0o1777)
+    os.mkfifo(station.leases / "core-0")
+    names = [f"ticket-core-0-{number:020d}-0-{number:08d}" for number in range(4)]
+    os.mkfifo(station.leases / names[0])
+    (station.leases / names[1]).symlink_to(station.folder / "elsewhere")
+    held = []
+    for name, content in ((names[2], b"{" * 100_000), (names[3], b"\xff\x00[1]" * 1_000_000)):
+        held.append(locks.hold(station.leases / name, Holder()))
+        (station.leases / name).write_bytes(content)
+    told = station.ok("launch", "digits", "--name", "hostile", *SHORT, "--follow").stderr
+    assert station.record("hostile")["state"] == "finished" and "Traceback" not in told
+    station.ok("launch", "digits", "--name", "hostile-2", *SHORT, "--queue")
+    assert station.ok("queue").stdout.count("somebody") == 2 and "core" in station.ok("gpus").stdout.lower()
+    for fd in held:
+        assert fd is not None
+        os.close(fd)
+    assert station.wait_for_end("hostile-2")["state"] == "finished"
+    assert not (station.folder / "elsewhere").exists()

@@ -45,6 +45,14 @@ def test_a_draw_depends_on_the_seed_and_its_number_alone() -> None:
     assert {int(cell["task.width"]) for cell in whole} == set(range(1, 9))
 
 
+def test_each_draw_is_another_one() -> None:
+    cells = read(search=["a=1..8", "b=x,y"], draws=16).cells()
+    assert len({tuple(cell.values()) for cell in cells}) == 16
+    assert read(search=["a=1..8", "b=x,y"], draws=9).cells() == cells[:9]
+    with pytest.raises(Refused, match="--trials 3: only 2 different ones were found, as values have 4 digits"):
+        read(search=["a=1.0001..1.001"], draws=3).cells()
+
+
 def test_repeats_of_a_draw_have_its_values() -> None:
     cells = read(search=["optim.lr=log:1e-5..1e-2"], repeat=["seed=0..2"], draws=2).cells()
     assert [cell["seed"] for cell in cells] == ["0", "1", "2"] * 2

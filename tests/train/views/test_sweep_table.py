@@ -75,6 +75,14 @@ def test_a_metric_that_no_run_has_is_named(compared: Station) -> None:
     assert "no run has the metric wer; there are:" in compared.ok("ls", "--by", "seed", "--metric", "wer").stdout
 
 
+def test_plot_leaves_out_trials_without_metrics(compared: Station) -> None:
+    folders.create(compared.runs, "x5", files={"config.toml": "seed = 0\n"}, record={"trial_of": "s", "world_size": 1})
+    done = compared.ok("plot", "x1", "x5", "--to", compared.folder / "one.png")
+    assert "x5 has no metrics yet, so it is left out" in done.stderr and (compared.folder / "one.png").exists()
+    refused = compared("plot", "x5", "--to", compared.folder / "none.png")
+    assert refused.returncode == 2 and "x5 has no metrics to draw yet" in refused.stderr
+
+
 def test_plot_draws_the_mean_and_its_deviation(compared: Station, tmp_path: Path) -> None:
     runs = [Run(compared.runs / name) for name in ("x1", "x2", "x3")]
     figure, _ = plot.picture(runs, ["optim.lr"])
