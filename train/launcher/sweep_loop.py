@@ -127,7 +127,8 @@ class Loop:
             if one.state in (states.RUNNING, states.FINISHED):  # a refusal may have met a moment between two states
                 self._refusals.pop(name, None)
             elif self._refusals[name] >= _TRIES and not one.is_live:
-                one = Trial(name, one.parameters, states.FAILED, reason=refused.get(name, one.reason))
+                reason = (known.get(kept.NOT_STARTED) or {}).get(name, one.reason)
+                one = Trial(name, one.parameters, states.FAILED, reason=reason)
             if not (one.is_live or self._is_open(one)):
                 self._ended[name] = one
             trials.append(one)
