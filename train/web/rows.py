@@ -44,7 +44,13 @@ def of(place: Place, one: RunStatus) -> dict[str, Any]:
     except Exception as error:
         line = one_line(str(error) if isinstance(error, Refused) else described(error))
         cells = {"state": one.state, "label": f"? {place.t.get(one.state)}", "reason": line}
-        return {**cells, "key": one.name, "name": one.name, "url": place.run(one.name), "next": f"train show {one.name}"}
+        return {
+            **cells,
+            "key": one.name,
+            "name": one.name,
+            "url": place.run(one.name),
+            "next": f"train show {one.name}",
+        }
 
 
 def _of(place: Place, one: RunStatus) -> dict[str, Any]:

@@ -78,7 +78,8 @@ def test_trials_are_folded_into_their_sweep(shown: Station, tmp_path: Path) -> N
     ("changed", "button"),
     [
         ({"state": "stopped", "stopped_by": "user"}, "resume"), ({"state": "failed"}, "resume"), ({}, ""),
-        ({"state": "failed", "submitted": {"engine": "slurm"}, "submission": "1"}, ""), ({"state": "stopped", "stopped_by": "signal"}, ""),
+        ({"state": "failed", "submitted": {"engine": "slurm"}, "submission": "1"}, ""),
+        ({"state": "stopped", "stopped_by": "signal"}, ""),
         ({"state": "stopped", "stopped_by": "user", "format": 1}, ""),
     ],
 )  # fmt: skip
