@@ -95,7 +95,11 @@ def test_gpus_are_shown_with_their_use(station: Station, webs: Callable[..., Web
     page = webs(station, **standin.environment(Cards(station.folder, 2)))
     cards = page.get("api/home").json["lists"]["devices"]
     assert [card["device"] for card in cards] == ["GPU 0", "GPU 1"]
-    assert cards[1]["use"] == "51 % busy" and cards[1]["memory"] == "400 MiB of 80 GiB" and cards[1]["holder"] == "free"
+    assert (
+        cards[1]["use"] == "51 % busy"
+        and cards[1]["memory"] == "400 MiB of 80 GiB"
+        and cards[1]["holder"] == "held by no run"
+    )
 
 
 def test_a_page_in_chinese(web: Web) -> None:
