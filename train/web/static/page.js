@@ -95,7 +95,6 @@
 
   function address() {
     const query = new URLSearchParams(location.search);
-    query.delete("token");
     if (mark) query.set("mark", mark);
     if (get("ranks")) query.set("rank", get("ranks").elements.rank.value);
     else query.set("since", String(Math.floor(since)));
@@ -325,7 +324,6 @@
   })();
 
   // --- start
-
   main.addEventListener("click", async (event) => {
     const button = event.target.closest("[data-copy]");
     if (!button) return;
@@ -336,6 +334,11 @@
   if (get("ranks")) get("ranks").elements.rank.addEventListener("change", () => { get("output").textContent = ""; ask(); });
   if (get("output")) get("output").scrollTop = get("output").scrollHeight;
   if (get("data")) curves.show(JSON.parse(get("data").textContent));
+  const here = new URL(location.href);
+  if (here.searchParams.has("token")) { // the cookie replaces it, and an address is easily shown to others
+    here.searchParams.delete("token");
+    history.replaceState(null, "", here);
+  }
   arrive();
   document.addEventListener("visibilitychange", () => {
     if (document.hidden) return;
