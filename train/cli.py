@@ -27,7 +27,9 @@ _OF_SCRIPTS = ("--script", "--module")
 """Options of programs whose ranks import torch themselves."""
 _STARTING = (*_COMPUTING, *_DETACHED, "prove", "run", "submit", "sweep")
 """Commands that start processes in the current folder. Libraries of torch crash if that folder is gone."""
-_LOOKING = ("ls", "show", "top", "gpus", "queue", "exporter", "logs", "attach", "report", "plot", "doctor", "wait")
+_LOOKING = (
+    "ls", "show", "top", "gpus", "queue", "exporter", "logs", "attach", "report", "plot", "doctor", "wait", "web",
+)  # fmt: skip
 """Commands that neither execute nor change anything of a run."""
 _EXAMPLES = {
     "train launch digits --name demo1 --follow": "Start a first run on data that comes with the package, and watch it.",

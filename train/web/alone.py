@@ -25,9 +25,9 @@ class _Server(ServerApp):
 
     no_browser_open_file = True
 
-    default_services = ("auth", "security")
+    default_services = ("auth", "security")  # type: ignore[assignment]
 
-    def load_config_file(self, suppress_errors: bool = True) -> None:
+    def load_config_file(self, suppress_errors: bool = True) -> None:  # type: ignore[override]
         """Read no configuration: it could open the server to others."""
 
     def write_server_info_file(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 from markupsafe import Markup
@@ -57,9 +58,14 @@ def svg(one: RunStatus) -> Markup:
     return Markup(cell.curve(cell.losses(metrics.sampled(one.run))))
 
 
-def _restarts(one: RunStatus) -> list[int]:
-    """Return after which steps a later attempt continued."""
-    return [attempt["from_step"] or 0 for attempt in one.record["attempts"][1:] if attempt.get("ready")]
+def _restarts(one: RunStatus) -> list[tuple[int, bool]]:
+    """Return after which steps a later attempt continued, and whether the one before had died."""
+    attempts = one.record["attempts"]
+    return [
+        (after["from_step"] or 0, before["end"] in (None, "died"))
+        for before, after in itertools.pairwise(attempts)
+        if after.get("ready")
+    ]
 
 
 def _time_at(times: dict[int, float], step: int) -> float:

@@ -140,6 +140,7 @@ class Page(JupyterHandler):
     def show(self, template: str, **values: Any) -> None:
         """Send a page."""
         self.set_header("Cache-Control", "no-store")
+        self.set_header("Referrer-Policy", "same-origin")
         self.finish(self.files.templates.get_template(template).render(
             t=self.texts, place=self.place, nonce=self.nonce, files=self.files, xsrf=self.xsrf_token.decode(), **values,
         ))  # fmt: skip
@@ -233,6 +234,11 @@ class Latest(Page):
 
 class Act(Page):
     """Does what a button says, by the command that a user could type."""
+
+    @authenticated
+    async def get(self, *_: str) -> None:
+        """A login that a button has asked for ends at the first page."""
+        self.redirect(self.base)
 
     @authenticated
     async def post(self, what: str, name: str = "") -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from typing import Any
 
 from ..format import size
@@ -16,9 +15,10 @@ from .look import Look, Place
 
 _PAGE = 50
 """Number of ended runs on a page."""
-_MOST_LIVE = 100
-_MOST_NEWS = 8
-_LESSON = "projects/course"
+_MOST_LIVE, _MOST_NEWS = 100, 8
+"""Maximum number of live runs, and of lines about the time since the last visit."""
+_EVERY = 1.0
+"""Seconds for which facts are used."""
 
 
 def content(place: Place, query: str, page: int, *, since: float = 0.0) -> dict[str, Any]:
@@ -29,14 +29,18 @@ def content(place: Place, query: str, page: int, *, since: float = 0.0) -> dict[
         page: Number of the page of ended runs, counted from 1.
         since: Time of the last visit, in seconds since the epoch; 0: unknown.
     """
-    t, found = place.t, place.look.found()
-    sweeps = {one.sweep: [] for one in found if one.sweep}  # type: dict[str, list[RunStatus]]
-    for one in found:
-        if one.trial_of in sweeps:
-            sweeps[one.trial_of].append(one)
-    shown = [one for one in found if _matches(one, query)] if query else found
-    if not query:
-        shown = [one for one in found if one.trial_of not in sweeps]
+    look, t = place.look, place.t
+    key = ("home", t.language, place.base, query, str(page))
+    data = look.kept(key, _EVERY, lambda: _facts(place, query, page))  # the same for all who look now
+    said = (*key[:3], str(since))
+    news = look.kept(said, _EVERY, lambda: rows.plain(_news(place, since))) if since else []
+    told = {"since": t("since", t.ago(time.time() - since)) if news else "", "said": look.said("")}
+    return {"values": data["values"] | told, "lists": data["lists"] | {"news": news}}
+
+
+def _facts(place: Place, query: str, page: int) -> Any:
+    t, found, sweeps = place.t, place.look.found(), _sweeps(place.look)
+    shown = [one for one in found if _matches(one, query) and (query or one.trial_of not in sweeps)]
     live, ended = [one for one in shown if one.is_alive], [one for one in shown if not one.is_alive]
     pages = max(-(-len(ended) // _PAGE), 1)
     page = min(max(page, 1), pages)
@@ -44,29 +48,32 @@ def content(place: Place, query: str, page: int, *, since: float = 0.0) -> dict[
     def cells(one: RunStatus) -> dict[str, Any]:
         return rows.of_sweep(place, one, sweeps[one.sweep]) if one.sweep else rows.of(place, one)
 
-    alive, news = (
-        sum(one.is_alive for one in found),
-        _news(place, [one for one in found if one.trial_of not in sweeps], since) if since else [],
-    )
+    alive = sum(one.is_alive for one in found)
     return rows.plain({
         "values": {
             **_machine(place), "count": t.count("count", len(found), alive) if found else "",
             "damaged": t.count("damaged", place.look.damaged) if place.look.damaged else "",
             "pages": t("pages", page, pages) if pages > 1 else "",
             "older": f"?page={page + 1}" if page < pages else "", "newer": f"?page={page - 1}" if page > 1 else "",
-            "said": place.look.said(""),
             "nothing_live": t("nothing_live") if found and not live else "",
             "nothing_found": t("nothing_found") if query and not shown else "",
-            "since": t("since", t.ago(time.time() - since)) if news else "",
             "first": "" if found else t("first_1"),
         },
         "lists": {
             "devices": [_device(place, one) for one in place.look.machine.devices()],
-            "news": news,
             "live": [cells(one) for one in live[:_MOST_LIVE]],
             "ended": [cells(one) for one in ended[(page - 1) * _PAGE : page * _PAGE]],
         },
-    })  # type: ignore[no-any-return]  # fmt: skip
+    })  # fmt: skip
+
+
+def _sweeps(look: Look) -> dict[str, list[RunStatus]]:
+    """Map the ids of sweeps to the runs of their trials."""
+    found: dict[str, list[RunStatus]] = {one.sweep: [] for one in look.found() if one.sweep}
+    for one in look.found():
+        if one.trial_of in found:
+            found[one.trial_of].append(one)
+    return found
 
 
 def latest(look: Look) -> str:
@@ -106,19 +113,21 @@ def _device(place: Place, one: dict[str, Any]) -> dict[str, Any]:
             "share": one["use"] or 0.0, **cells}  # fmt: skip
 
 
-def _news(place: Place, found: Sequence[RunStatus], since: float) -> list[dict[str, Any]]:
-    """Return what happened since then: what ended, the failures first, and what was restarted."""
-    t = place.t
-    order = [states.FAILED, states.INTERRUPTED, states.STOPPED, states.FINISHED]
-    changed = [one for one in found if one.state in order and one.last_change >= since]
-    news = []
-    for one in sorted(changed, key=lambda one: order.index(one.state)):
-        cells = rows.of(place, one)
-        news.append({**cells, "key": one.name, "text": cells["reason"] or cells.get("result", "")})
-    for one in found:
-        starts = [seconds_of(attempt["started"]) or 0.0 for attempt in one.record["attempts"][1:]]
-        if one.is_alive and any(start >= since for start in starts) and one.restarts:
-            news.append({**rows.of(place, one), "key": one.name, "text": ""})
-    more = len(news) - _MOST_NEWS
-    last = [{"key": "more", "text": t("more", more)}] if more > 0 else []
-    return news[:_MOST_NEWS] + last
+def _news(place: Place, since: float) -> list[dict[str, Any]]:
+    """Return what happened since then: failures first, then what was restarted and goes on, then what ended well."""
+    order, sweeps = (
+        [states.FAILED, states.INTERRUPTED, states.RUNNING, states.STOPPED, states.FINISHED],
+        _sweeps(place.look),
+    )
+    found = [one for one in place.look.found() if one.state in order and one.trial_of not in sweeps]
+    changed = [one for one in found if (_restarted(one, since) if one.is_alive else one.last_change >= since)]
+    changed.sort(key=lambda one: order.index(one.state))
+    news = [rows.of(place, one) for one in changed[:_MOST_NEWS]]
+    more = len(changed) - len(news)
+    last = [{"key": "more", "text": place.t("more", more)}] if more > 0 else []
+    return [{**cells, "text": cells["reason"] or cells.get("result", "")} for cells in news] + last
+
+
+def _restarted(one: RunStatus, since: float) -> bool:
+    starts = [seconds_of(attempt["started"]) or 0.0 for attempt in one.record["attempts"][1:]]
+    return one.restarts > 0 and any(start >= since for start in starts)

@@ -64,7 +64,7 @@ def content(place: Place, name: str, asked: Asked) -> dict[str, Any]:
             "metric": _sweep_table(place, one)[0][-1] if one.sweep else "",
             "may_stop": may == "stop", "may_resume": may == "resume", "result": figures(one.result),
             "command": one.record.get("command_line") or "", "set": settings.as_flags(one.spec),
-            "whole": place.t("whole", place.t.duration(account.whole)) if account.whole else "",
+            "whole": _whole(place, one),
             "redone": place.t.count("redone", account.redone) if account.redone else "",
             "verdict": "\n".join([*time_spent.verdict(account, one.record), *account.notes]),
             "log": _log(one, asked.rank), "log_of": place.t("log_of", _attempt(one)) if _attempt(one) else "",
@@ -113,6 +113,13 @@ def _log(one: RunStatus, rank: int) -> str:
 
 
 # --- tables
+
+
+def _whole(place: Place, one: RunStatus) -> str:
+    seconds = place.t.duration(one.account.whole)
+    if not one.account.whole:
+        return ""
+    return place.t("whole_now", seconds) if one.is_alive else place.t("whole", seconds)
 
 
 def _parts(place: Place, account: time_spent.TimeSpent) -> list[dict[str, Any]]:

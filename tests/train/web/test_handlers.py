@@ -90,19 +90,19 @@ def test_a_damaged_run_hides_neither_the_others_nor_itself(
 ) -> None:
     mine = Station(tmp_path)
     shutil.copytree(shown.runs / "done", mine.runs / "done")
-    for name, text in {"empty": "", "list": "[]", "odd": '{"state": "<b>"}'}.items():
+    for name, text in {"empty": "", "list": "[]", "odd": '{"state": "<q>"}'}.items():
         (mine.runs / name).mkdir()
         (mine.runs / name / "run.json").write_text(text)
     shutil.copytree(shown.runs / "done", mine.runs / "unset")
-    (mine.runs / "unset" / "config.toml").write_text("= <b>")
+    (mine.runs / "unset" / "config.toml").write_text("= <q>")
     page = webs(mine)
     home = page.get("")
     assert home.status == 200 and "2 damaged run folders" in home.text
     assert all(f'data-key="{name}"' in home.text for name in ("done", "odd", "unset"))
     for name in ("empty", "list", "odd", "unset"):
         answer = page.get(f"run/{name}")
-        assert answer.status == (200 if name == "odd" else 404)  # odd: of another format, which is only named
-        assert "Traceback" not in answer.text and "<b>" not in answer.text
+        assert answer.status == (404 if name in ("empty", "list") else 200)
+        assert "Traceback" not in answer.text and "<q>" not in answer.text
 
 
 def test_files_of_the_page_are_kept_by_their_digest(web: Web) -> None:

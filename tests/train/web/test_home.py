@@ -78,7 +78,8 @@ def test_trials_are_folded_into_their_sweep(shown: Station, tmp_path: Path) -> N
     ("changed", "button"),
     [
         ({"state": "stopped", "stopped_by": "user"}, "resume"), ({"state": "failed"}, "resume"), ({}, ""),
-        ({"state": "failed", "submitted": {"engine": "slurm"}, "submission": "1"}, ""), ({"state": "stopped", "stopped_by": "signal"}, ""),
+        ({"state": "failed", "submitted": {"engine": "slurm"}, "submission": "1"}, ""),
+        ({"state": "stopped", "stopped_by": "signal"}, ""),
         ({"state": "stopped", "stopped_by": "user", "format": 1}, ""),
     ],
 )  # fmt: skip
@@ -94,7 +95,11 @@ def test_gpus_are_shown_with_their_use(station: Station, webs: Callable[..., Web
     page = webs(station, **standin.environment(Cards(station.folder, 2)))
     cards = page.get("api/home").json["lists"]["devices"]
     assert [card["device"] for card in cards] == ["GPU 0", "GPU 1"]
-    assert cards[1]["use"] == "51 % busy" and cards[1]["memory"] == "400 MiB of 80 GiB" and cards[1]["holder"] == "free"
+    assert (
+        cards[1]["use"] == "51 % busy"
+        and cards[1]["memory"] == "400 MiB of 80 GiB"
+        and cards[1]["holder"] == "held by no run"
+    )
 
 
 def test_a_page_in_chinese(web: Web) -> None:

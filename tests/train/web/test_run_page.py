@@ -59,7 +59,7 @@ def test_restarts_are_marked_where_training_continued(shown: Station, tmp_path: 
     first = record["attempts"][0]
     record["attempts"] = [{**first, "end": "died"}, {**first, "number": 2, "from_step": 20}]
     (tmp_path / "one" / "run.json").write_text(json.dumps(record))
-    assert run_page.content(place(tmp_path), "one", Asked())["curves"][0]["marks"] == [20]
+    assert run_page.content(place(tmp_path), "one", Asked())["curves"][0]["marks"] == [(20, True)]
 
 
 def test_a_long_run_keeps_all_its_evaluations(shown: Station, tmp_path: Path) -> None:

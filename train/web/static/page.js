@@ -95,7 +95,6 @@
 
   function address() {
     const query = new URLSearchParams(location.search);
-    query.delete("token");
     if (mark) query.set("mark", mark);
     if (get("ranks")) query.set("rank", get("ranks").elements.rank.value);
     else query.set("since", String(Math.floor(since)));
@@ -178,7 +177,7 @@
       context.strokeStyle = context.fillStyle = colour("--wait");
       context.setLineDash([4 * devicePixelRatio, 3 * devicePixelRatio]);
       for (const run of runs) {
-        for (const step of run.marks) {
+        for (const [step, hasDied] of run.marks) {
           const place = run.line.step.findLastIndex((one) => one <= step);
           const at = isTime ? (place < 0 ? 0 : run.line.time[place]) : step;
           if (at < plot.scales.x.min || at > plot.scales.x.max) continue;
@@ -188,7 +187,7 @@
           context.lineTo(x, plot.bbox.top + plot.bbox.height);
           context.stroke();
           if (x - said < 70 * devicePixelRatio) continue; // no text over another one
-          context.fillText(get("panels").dataset.restart, x + 4, plot.bbox.top + 12 * devicePixelRatio);
+          context.fillText(hasDied ? get("panels").dataset.restart : get("panels").dataset.resume, x + 4, plot.bbox.top + 12 * devicePixelRatio);
           said = x;
         }
       }
@@ -220,7 +219,7 @@
             const place = runs.indexOf(run), dash = (place + Math.floor(place / COLOURS.length)) % DASHES.length;
             return {
               label: `${SIGNS[dash]} ${run.name}`, stroke: colour(COLOURS[place % COLOURS.length]), width: 1.6, spanGaps: true, value: (_, at) => format(at),
-              dash: DASHES[dash], points: { show: kind === "eval" ? undefined : false },
+              dash: DASHES[dash], points: { show: kind === "eval" || data[0].length < 20 ? undefined : false },
             };
           }),
         ],
@@ -288,6 +287,7 @@
       }
       for (const key of [...panels.keys()]) if (!wanted.has(key)) remove(key);
       controls.hidden = !panels.size;
+      fit(); // a new panel leaves the others less room
       get("svg").hidden = panels.size > 0;
     }
 
@@ -297,7 +297,12 @@
       panels.delete(key);
     }
 
-    const fit = () => panels.forEach(({ plot, figure }) => plot.setSize({ width: Math.max(figure.clientWidth, 200), height: 220 }));
+    function fit() {
+      for (const { plot, figure } of panels.values()) {
+        const width = Math.max(figure.clientWidth, 200);
+        if (plot.width !== width) plot.setSize({ width, height: 220 });
+      }
+    }
 
     if (controls && window.uPlot) {
       controls.addEventListener("submit", (event) => event.preventDefault());
@@ -319,7 +324,6 @@
   })();
 
   // --- start
-
   main.addEventListener("click", async (event) => {
     const button = event.target.closest("[data-copy]");
     if (!button) return;
@@ -330,6 +334,11 @@
   if (get("ranks")) get("ranks").elements.rank.addEventListener("change", () => { get("output").textContent = ""; ask(); });
   if (get("output")) get("output").scrollTop = get("output").scrollHeight;
   if (get("data")) curves.show(JSON.parse(get("data").textContent));
+  const here = new URL(location.href);
+  if (here.searchParams.has("token")) { // the cookie replaces it, and an address is easily shown to others
+    here.searchParams.delete("token");
+    history.replaceState(null, "", here);
+  }
   arrive();
   document.addEventListener("visibilitychange", () => {
     if (document.hidden) return;
