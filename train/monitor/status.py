@@ -182,6 +182,11 @@ class RunStatus:
         return seconds_of(self._known.get("ended") or self._known.get("started")) or 0.0
 
     @property
+    def started(self) -> float:
+        """When it was started last, else created, in seconds since the epoch; 0.0: unknown."""
+        return seconds_of(self._known.get("started") or self._known.get("created")) or 0.0
+
+    @property
     def next_command(self) -> str:
         """What a user can type next; '' if nothing."""
         return next_command(self.record)

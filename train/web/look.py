@@ -66,7 +66,11 @@ class Look:
         self._until = 0.0
         self._kept: dict[tuple[str, ...], tuple[float, object]] = {}
         self._thread = ThreadPoolExecutor(1, "page")
-        self._thread.submit(self.found)  # the first look at many runs takes longest: before the first page is asked for
+        for work in (
+            self.found,
+            self.machine.facts,
+        ):  # the first look takes longest: before the first page is asked for
+            self._thread.submit(work)
 
     async def call(self, function: Callable[P, T], *arguments: P.args, **named: P.kwargs) -> T:
         """Call a function in the thread."""
