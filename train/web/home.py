@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from typing import Any
+from urllib.parse import quote
 
 from ..format import size
 from ..leases import devices
@@ -43,7 +44,7 @@ def _facts(place: Place, query: str, page: int) -> Any:
     shown = [one for one in found if _matches(one, query) and (query or one.trial_of not in sweeps)]
     live, ended = [one for one in shown if one.is_alive], [one for one in shown if not one.is_alive]
     pages = max(-(-len(ended) // _PAGE), 1)
-    page = min(max(page, 1), pages)
+    page, asked = min(max(page, 1), pages), f"&q={quote(query)}" if query else ""
 
     def cells(one: RunStatus) -> dict[str, Any]:
         return rows.of_sweep(place, one, sweeps[one.sweep]) if one.sweep else rows.of(place, one)
@@ -54,7 +55,8 @@ def _facts(place: Place, query: str, page: int) -> Any:
             **_machine(place), "count": t.count("count", len(found), alive) if found else "",
             "damaged": t.count("damaged", place.look.damaged) if place.look.damaged else "",
             "pages": t("pages", page, pages) if pages > 1 else "",
-            "older": f"?page={page + 1}" if page < pages else "", "newer": f"?page={page - 1}" if page > 1 else "",
+            "older": f"?page={page + 1}{asked}" if page < pages else "",
+            "newer": f"?page={page - 1}{asked}" if page > 1 else "",
             "nothing_live": t("nothing_live") if found and not live else "",
             "nothing_found": t("nothing_found") if query and not shown else "",
             "first": "" if found else t("first_1"),
@@ -123,7 +125,7 @@ def _news(place: Place, since: float) -> list[dict[str, Any]]:
     changed.sort(key=lambda one: order.index(one.state))
     news = [rows.of(place, one) for one in changed[:_MOST_NEWS]]
     more = len(changed) - len(news)
-    last = [{"key": "more", "text": place.t("more", more)}] if more > 0 else []
+    last = [{"key": "+more", "text": place.t("more", more)}] if more > 0 else []
     return [{**cells, "text": cells["reason"] or cells.get("result", "")} for cells in news] + last
 
 

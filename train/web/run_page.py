@@ -57,7 +57,8 @@ def content(place: Place, name: str, asked: Asked) -> dict[str, Any]:
     values = rows.of(place, one) | {"said": look.said(name), "owner": place.t("owner", one.owner)}
     if one.state == states.OTHER_FORMAT:
         return {"values": rows.plain(values), "lists": {}, "compared": []}
-    may, account = rows.may(one), one.account
+    may, account, ranks = rows.may(one), one.account, _ranks(one)
+    rank = ranks[0] if ranks and asked.rank not in ranks else asked.rank
     shown = [found for found in (one, *others) if found.state != states.OTHER_FORMAT]
     data: dict[str, Any] = {
         "values": values | {
@@ -67,14 +68,14 @@ def content(place: Place, name: str, asked: Asked) -> dict[str, Any]:
             "whole": _whole(place, one),
             "redone": place.t.count("redone", account.redone) if account.redone else "",
             "verdict": "\n".join([*time_spent.verdict(account, one.record), *account.notes]),
-            "log": _log(one, asked.rank), "log_of": place.t("log_of", _attempt(one)) if _attempt(one) else "",
+            "log": _log(one, rank), "log_of": place.t("log_of", _attempt(one)) if _attempt(one) else "",
         },
         "lists": {
             "parts": _parts(place, account), "attempts": _attempts(place, one), "checkpoints": _checkpoints(place, one),
             "settings": _settings(place, one), "facts": _facts(one), "commands": _commands(place, one),
             "pictures": _pictures(place, one), "trials": _trials(place, one), "compare": _compare(place, shown),
         },
-        "ranks": _ranks(one), "rank": asked.rank, "compared": [found.name for found in shown],
+        "ranks": ranks, "rank": rank, "compared": [found.name for found in shown],
     }  # fmt: skip
     data["mark"] = " ".join(map(curves.mark, shown))
     data = rows.plain(data)

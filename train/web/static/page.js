@@ -121,7 +121,7 @@
 
   function arrive() {
     const last = stored("train-seen");
-    if (hasNews && last && now() - last > AWAY) store("train-since", last);
+    if (hasNews && !document.hidden && last && now() - last > AWAY) store("train-since", last);
     since = stored("train-since");
   }
 
