@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
+from playwright.sync_api import Browser, Page, expect, sync_playwright
 
 from tests.ports import free_port
 from tests.waiting import eventually
@@ -239,6 +240,24 @@ def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
 def kept() -> Path:
     KEPT.mkdir(parents=True, exist_ok=True)
     return KEPT
+
+
+@pytest.fixture(scope="session")
+def browser() -> Iterator[Browser]:
+    expect.set_options(timeout=60_000)
+    with sync_playwright() as playwright:
+        # --no-sandbox: Chromium's sandbox refuses root, which is who tests in CI.
+        yield playwright.chromium.launch(executable_path="/usr/bin/chromium", args=["--no-sandbox", "--disable-gpu"])
+
+
+@pytest.fixture
+def page(browser: Browser) -> Iterator[Page]:
+    """A page of a browser that has never been here: no cookie."""
+    context = browser.new_context(viewport={"width": 1280, "height": 800})
+    page = context.new_page()
+    page.set_default_timeout(60_000)
+    yield page
+    context.close()
 
 
 @pytest.fixture

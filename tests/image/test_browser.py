@@ -1,33 +1,15 @@
 """A real browser: Debian's Chromium, driven as a person clicks. Screenshots are kept in build/image-tests."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from conftest import Station, Terminal
-from playwright.sync_api import Browser, Page, expect, sync_playwright
+from playwright.sync_api import Browser, Page, expect
 
 from tests.waiting import eventually
 
 pytestmark = pytest.mark.turns
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    expect.set_options(timeout=60_000)
-    with sync_playwright() as playwright:
-        # --no-sandbox: Chromium's sandbox refuses root, which is who tests in CI.
-        yield playwright.chromium.launch(executable_path="/usr/bin/chromium", args=["--no-sandbox", "--disable-gpu"])
-
-
-@pytest.fixture
-def page(browser: Browser) -> Iterator[Page]:
-    """A page of a browser that has never been here: no cookie."""
-    context = browser.new_context(viewport={"width": 1280, "height": 800})
-    page = context.new_page()
-    page.set_default_timeout(60_000)
-    yield page
-    context.close()
 
 
 @pytest.mark.never_forgiven

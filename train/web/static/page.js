@@ -98,7 +98,7 @@
       const data = await answer.json();
       isGone = answer.status === 404;
       if (answer.ok) show(data);
-      put(offline, answer.ok ? "" : data.problem || lost);
+      put(offline, answer.ok ? "" : data.problem ? `${data.problem.replace(/[.\u3002]$/, "")}. ${offline.dataset.gone}` : lost);
       wait = answer.ok ? EVERY : SLOWEST;
       // What is no longer so: the state, the buttons, the commands. The curves and the log stay as they were.
       if (isGone) for (const place of main.querySelectorAll(".head [data-f], .head [data-if], [data-has=commands]")) place.hidden = true;
