@@ -71,8 +71,12 @@ def polled(page: Page) -> None:
     page.wait_for_timeout(200)
 
 
-def last_step(page: Page) -> float:
-    """The place of the curve's end, from beside its title: the pointer rests there."""
+def step_at(page: Page, share: float) -> float:
+    """Rests the pointer on the first curve, at this share of its width. Returns the step beside its title."""
+    over = page.locator("#panels .u-over").first
+    box = over.bounding_box()
+    assert box
+    over.hover(position={"x": 1 + (box["width"] - 3) * share, "y": 50})
     text = page.locator("#panels figcaption .soft").first.text_content() or ""
     return float(text.partition("\u00b7 ")[2] or 0)
 
@@ -85,19 +89,16 @@ def test_a_run_is_watched_while_it_is_killed_and_comes_back(station: Station, pa
     expect(over).to_be_visible()
     page.locator("#folded > summary").press("Enter")
     page.locator("#panels figure").first.evaluate("(figure) => { figure.dataset.same = 'yes'; }")
-    box = over.bounding_box()
-    assert box
-    page.mouse.move(box["x"] + box["width"] - 2, box["y"] + 50)
-    eventually("the curve grows", lambda: last_step(page) > 40)
+    eventually("the curve grows", lambda: step_at(page, 1) > 40)
     canvas = page.locator("#panels canvas").first
     assert canvas.evaluate(AMBER) == 0
-    before = last_step(page)
+    before = step_at(page, 1)
     station.root("kill", "-9", str(station.show("watched")["pids"]["ranks"][0]))  # type: ignore[index]
     expect(page.locator("[data-list=attempts] > [data-key]")).to_have_count(2)
     expect(head.locator(".lost")).to_contain_text("1 restart")
     expect(head.locator(".state")).to_contain_text("running")
     expect(page.locator("#log-of")).to_contain_text("attempt 2")
-    eventually("the curve grows on", lambda: last_step(page) > before + 20)
+    eventually("the curve grows on", lambda: step_at(page, 1) > before + 20)
     eventually("the restart is marked", lambda: canvas.evaluate(AMBER) > 0)
     assert page.locator("#panels figure").first.get_attribute("data-same") == "yes", "it is drawn in place"
     page.screenshot(path=kept / "run-watched.png", full_page=True)
@@ -136,8 +137,7 @@ def test_a_zoom_and_what_was_chosen_stay(station: Station, page: Page, done: str
     expect(chosen).to_have_value("own")
     expect(page.locator("[name=log]")).to_be_checked()
     expect(page.locator("#machine-panels figure").first).to_be_visible()
-    page.mouse.move(box["x"] + 1, box["y"] + 50)
-    eventually("each panel begins where the zoom does", lambda: last_step(page) >= zoom["min"] - 2)
+    eventually("each panel begins where the zoom does", lambda: step_at(page, 0) >= zoom["min"] - 2)
     assert json.loads(page.evaluate(view))["zoom"] == zoom
     page.locator("#panels .u-over").first.dblclick()
     expect(chosen).to_have_value("1")
