@@ -22,7 +22,9 @@ raise ValueError("no <b>such</b> layer \\x1b[31mred\\x1b[0m <script>alert(1)</sc
 ODD = {"step": 3, "</script><u>m": 1.5, "constructor": 2.0, "toString": 1.0, "__proto__": 1.0}
 """A line of metrics whose names are those of objects in scripts, and markup."""
 AMBER = """(canvas) => {
-    const { data } = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height);
+    const copy = new OffscreenCanvas(canvas.width, canvas.height).getContext("2d", { willReadFrequently: true });
+    copy.drawImage(canvas, 0, 0);
+    const { data } = copy.getImageData(0, 0, canvas.width, canvas.height);
     return data.filter((red, place) => place % 4 === 0 && data[place + 3] > 0 && red - data[place + 2] > 60).length;
 }"""
 """Counts what is drawn in the colour of restarts."""
