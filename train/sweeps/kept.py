@@ -265,12 +265,13 @@ def look_at_all(run: Run, sweep: Sweep) -> list[Trial]:
 
 def note_removed(run: Run) -> None:
     """Note in the record of its sweep that a run is removed, if it is a trial, so that it is not made again."""
-    of, sweep = run.read().get(OF), Run(run.path.parent / run.name.rpartition("-")[0])
+    sweep = Run(run.path.parent / run.name.rpartition("-")[0])
 
     def change(record: Record) -> None:
         record["removed_trials"] = [*record.get(REMOVED, ()), run.name]
 
-    with contextlib.suppress(Refused, OSError):  # the sweep is gone
+    with contextlib.suppress(Refused, OSError):  # the run is damaged, or its sweep is gone
+        of = run.read().get(OF)
         if of and sweep.read().get("sweep") == of:
             sweep.update(change)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import itertools
 from typing import Any
 
@@ -16,6 +17,10 @@ _MACHINE = (*metrics.Speed.__annotations__, "lr", "grad_norm")
 """Figures of how training runs, not of what it has learned. Folded on the page."""
 _MOST = 40
 """Maximum number of curves of a run."""
+_MOST_POINTS = 2000
+"""Maximum number of evaluations of a curve."""
+_LONGEST = 1e7
+"""Seconds from one line to the next above which the time is an error."""
 _EVERY = 10.0
 """Seconds for which the evaluations of a long file are used."""
 
@@ -34,17 +39,27 @@ def of(look: Look, one: RunStatus) -> dict[str, Any]:
     lines = metrics.sampled(one.run)
     evaluated = [line for line in lines if metrics.is_evaluation(line)]
     if is_sampled := one.run.metrics.exists() and one.run.metrics.stat().st_size > metrics.WHOLE:
-        evaluated = look.kept(("eval", one.name), _EVERY, lambda: metrics.evaluations(one.run))
+        evaluated = look.kept(
+            ("eval", one.name, str(one.record.get("created"))), _EVERY, lambda: metrics.evaluations(one.run)
+        )
     trained: list[Any] = [line for line in lines if not metrics.is_evaluation(line)]
-    times, now, before = dict[int, float](), 0.0, 0
+    steps, times, now, before = [0], [0.0], 0.0, 0
     for line in trained:
-        now += (line.get("step_time") or 0.0) * max(line["step"] - before, 0)
+        took = (line.get("step_time") or 0.0) * max(line["step"] - before, 0)
+        now += took if took < _LONGEST else 0.0
         before = line["step"]
-        times[before] = now
+        steps.append(before)
+        times.append(now)
+
+    def at(step: int) -> float:
+        """Return the seconds of training after a step. Steps of a script may go back."""
+        return times[max(bisect.bisect_right(steps, step) - 1, 0)]
+
+    evaluated = evaluated[:: len(evaluated) // _MOST_POINTS + 1]
+    made = [(line["step"], now, metrics.figures_of(line)) for line, now in zip(trained, times[1:], strict=True)]
     return {
-        "name": one.name, "sampled": is_sampled, "marks": _restarts(one),
-        "line": _table([(line["step"], times[line["step"]], metrics.figures_of(line)) for line in trained]),
-        "eval": _table([(line["step"], _time_at(times, line["step"]), metrics.figures_of(line)) for line in evaluated]),
+        "name": one.name, "sampled": is_sampled, "marks": _restarts(one), "line": _table(made),
+        "eval": _table([(line["step"], at(line["step"]), metrics.figures_of(line)) for line in evaluated]),
     }  # fmt: skip
 
 
@@ -66,10 +81,6 @@ def _restarts(one: RunStatus) -> list[tuple[int, bool]]:
         for before, after in itertools.pairwise(attempts)
         if after.get("ready")
     ]
-
-
-def _time_at(times: dict[int, float], step: int) -> float:
-    return times.get(step) or max((now for at, now in times.items() if at <= step), default=0.0)
 
 
 def _table(lines: list[tuple[int, float, dict[str, float | None]]]) -> dict[str, Any]:
