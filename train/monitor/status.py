@@ -19,7 +19,7 @@ from typing import Any
 from .. import programs
 from ..cluster import jobs
 from ..programs import Program
-from ..run import best, folders, heartbeat, metrics, states
+from ..run import best, environment, folders, heartbeat, metrics, states
 from ..run.heartbeat import Beat
 from ..run.record import Record
 from ..run.run_folder import Run, seconds_of
@@ -139,8 +139,8 @@ class RunStatus:
 
     @property
     def arguments(self) -> str:
-        """The arguments of a script, as a shell takes them."""
-        return shlex.join(self.record.get("script_arguments") or ())
+        """The arguments of a script, as a shell takes them, with … in place of secrets."""
+        return environment.shown(self.record.get("script_arguments") or ())
 
     # --- its state
 
@@ -180,6 +180,11 @@ class RunStatus:
             with contextlib.suppress(OSError):
                 return (self.run.folder / "run.json").stat().st_mtime
         return seconds_of(self._known.get("ended") or self._known.get("started")) or 0.0
+
+    @property
+    def started(self) -> float:
+        """When it was started last, else created, in seconds since the epoch; 0.0: unknown."""
+        return seconds_of(self._known.get("started") or self._known.get("created")) or 0.0
 
     @property
     def next_command(self) -> str:

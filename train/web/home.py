@@ -90,13 +90,12 @@ def _trials(found: Sequence[RunStatus]) -> set[str]:
 def latest(look: Look) -> str:
     """Return the part of an address after /train/ of the run that was started last."""
     found = [one for one in look.found() if not one.trial_of and not one.owner and folders.is_name(one.name)]
-    newest = max(found, key=lambda one: seconds_of(one.record.get("started") or one.record.get("created")) or 0.0,
-                 default=None)  # fmt: skip
+    newest = max(found, key=lambda one: one.started, default=None)
     return f"run/{newest.name}" if newest is not None else ""
 
 
 def _matches(one: RunStatus, query: str) -> bool:
-    texts = (one.name, one.state, one.reason, one.record.get("command_line") or "")
+    texts = (one.name, one.state, one.reason)  # no text for which a file is read
     return all(any(word in text.lower() for text in texts) for word in query.lower().split())
 
 

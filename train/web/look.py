@@ -89,7 +89,8 @@ class Look:
         self._jobs = queue.SimpleQueue[_Job[Any]]()
         self._thread = threading.Thread(target=self._work, daemon=True, name="page")  # daemon: a disk may never answer
         self._thread.start()
-        self._submit(self.found)  # the first look at many runs takes longest: before the first page is asked for
+        for work in (self.found, self.machine.facts):  # the first look takes longest: before the first page
+            self._submit(work)
 
     async def call(self, function: Callable[P, T], *arguments: P.args, **named: P.kwargs) -> T:
         """Call a function in the thread.

@@ -223,7 +223,7 @@ def _commands(place: Place, one: RunStatus) -> list[dict[str, Any]]:
 def _pictures(place: Place, one: RunStatus) -> list[dict[str, Any]]:
     """Return links to the newest picture of each name, as far as this server sends files."""
     try:
-        folder = one.run.images.relative_to(Path(place.root).resolve() if place.files else "/-")
+        folder = one.run.images.relative_to(Path(place.root).expanduser() if place.files else "/-")
     except ValueError:
         return []
     newest = {path.stem.rpartition("-step-")[0]: path.name for path in sorted(one.run.images.glob("*-step-*.png"))}
@@ -278,7 +278,11 @@ def _compare(place: Place, shown: Sequence[RunStatus]) -> list[dict[str, Any]]:
         for name in dict.fromkeys(name for found in each for name in found):
             values = [found.get(name) for found in each]
             table.append((place.t(text, name), ["-" if value is None else figure(value) for value in values]))
-    for name in settings.differing_names(flats):
+    if len({one.arguments for one in shown}) > 1:
+        table.append((place.t("arguments"), [one.arguments for one in shown]))
+    has_fields = all(one.program.has_fields for one in shown)  # else every field of the others would differ
+    names = [name for name in settings.differing_names(flats) if has_fields or all(name in flat for flat in flats)]
+    for name in names:
         table.append((name, [_hidden(name, settings.shown(flat.get(name))) for flat in flats]))
     return [
         {"key": f"{number}", "field": field, **{f"c{place}": value for place, value in enumerate(values)}}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -60,6 +61,18 @@ def test_the_login_leads_to_the_page_and_the_page_to_lab(lab: Lab) -> None:
     )
     assert lab.get("run/done").status == lab.get("api/run/done").status == 200
     assert lab.ask("GET", "/lab", headers=lab.with_token).status == 200
+
+
+def test_a_picture_is_a_link_to_jupyters_files(lab: Lab, shown: Station) -> None:
+    copy = shown.runs / "pictured"
+    shutil.copytree(shown.runs / "done", copy)
+    (copy / "images").mkdir()
+    (copy / "images" / "sample-step-00000010.png").write_bytes(b"png")
+    (link,) = lab.get("api/run/pictured").json["lists"]["pictures"]
+    assert link["link"] == "/some/where/files/runs/pictured/images/sample-step-00000010.png"
+    headers = lab.with_token | {"Referer": f"http://127.0.0.1:{lab.port}/some/where/train/run/pictured"}
+    assert lab.ask("GET", link["link"].removeprefix("/some/where"), headers=headers).text == "png"
+    shutil.rmtree(copy)
 
 
 @pytest.mark.parametrize("path", ["", "run/done", "latest", "api/home", "static/0/page.js", "do/stop/done"])

@@ -219,7 +219,7 @@
             const place = runs.indexOf(run), dash = (place + Math.floor(place / COLOURS.length)) % DASHES.length;
             return {
               label: `${SIGNS[dash]} ${run.name}`, stroke: colour(COLOURS[place % COLOURS.length]), width: 1.6, spanGaps: true, value: (_, at) => format(at),
-              dash: DASHES[dash], points: { show: kind === "eval" || data[0].length < 20 ? undefined : false },
+              dash: DASHES[dash], points: kind === "eval" || data[0].length < 20 ? {} : { show: false },
             };
           }),
         ],
