@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import functools
 import itertools
 from typing import Any
 
@@ -19,8 +20,8 @@ _MOST = 40
 """Maximum number of curves of a run."""
 _MOST_POINTS = 2000
 """Maximum number of evaluations of a curve."""
-_LONGEST = 1e7
-"""Seconds from one line to the next above which the time is an error."""
+_LONGEST = 1e12
+"""Maximum of a time in seconds. A damaged file may contain any number."""
 _EVERY = 10.0
 """Seconds for which the evaluations of a long file are used."""
 
@@ -43,22 +44,16 @@ def of(look: Look, one: RunStatus) -> dict[str, Any]:
             ("eval", one.name, str(one.record.get("created"))), _EVERY, lambda: metrics.evaluations(one.run)
         )
     trained: list[Any] = [line for line in lines if not metrics.is_evaluation(line)]
-    steps, times, now, before = [0], [0.0], 0.0, 0
-    for line in trained:
-        took = (line.get("step_time") or 0.0) * max(line["step"] - before, 0)
-        now += took if took < _LONGEST else 0.0
-        before = line["step"]
-        steps.append(before)
-        times.append(now)
-
-    def at(step: int) -> float:
-        """Return the seconds of training after a step. Steps of a script may go back."""
-        return times[max(bisect.bisect_right(steps, step) - 1, 0)]
-
     evaluated = evaluated[:: len(evaluated) // _MOST_POINTS + 1]
-    made = [(line["step"], now, metrics.figures_of(line)) for line, now in zip(trained, times[1:], strict=True)]
+    steps, times = [0], [0.0]
+    for line in trained:
+        took = (line.get("step_time") or 0.0) * max(line["step"] - steps[-1], 0)
+        steps.append(max(line["step"], steps[-1]))
+        times.append(min(times[-1] + took, _LONGEST))
+    at = functools.partial(_time_at, steps, times)
     return {
-        "name": one.name, "sampled": is_sampled, "marks": _restarts(one), "line": _table(made),
+        "name": one.name, "sampled": is_sampled, "marks": _restarts(one),
+        "line": _table([(line["step"], at(line["step"]), metrics.figures_of(line)) for line in trained]),
         "eval": _table([(line["step"], at(line["step"]), metrics.figures_of(line)) for line in evaluated]),
     }  # fmt: skip
 
@@ -81,6 +76,11 @@ def _restarts(one: RunStatus) -> list[tuple[int, bool]]:
         for before, after in itertools.pairwise(attempts)
         if after.get("ready")
     ]
+
+
+def _time_at(steps: list[int], times: list[float], step: int) -> float:
+    """Return the seconds of training until a step, given those until other steps."""
+    return times[bisect.bisect_right(steps, step) - 1]
 
 
 def _table(lines: list[tuple[int, float, dict[str, float | None]]]) -> dict[str, Any]:

@@ -159,3 +159,25 @@ def test_a_lost_server_is_said_and_the_page_recovers_by_itself(
     eventually("it has recovered", lambda: not page.locator("#offline").is_visible())
     page.context.clear_cookies()
     page.wait_for_url("**/login*")
+
+
+def test_the_last_visit_is_a_time_in_the_browser(web: Web, opened: Callable[..., Any]) -> None:
+    page = opened(web)
+    page.wait_for_timeout(1000)
+    assert not page.locator(".news").is_visible()
+    page.route("**/api/home*", lambda route: route.abort())  # so that the page does not note that it was seen
+    page.evaluate("localStorage.setItem('train-seen', String(Date.now() / 1000 - 3600))")
+    page.unroute("**/api/home*")
+    page.reload()
+    eventually("the failed run is told of first", lambda: "hostile" in page.locator(".news li").first.text_content())
+    assert "1 h ago" in page.locator(".news h2").text_content()
+    page.reload()
+    eventually("a reload keeps it", lambda: page.locator(".news li").count() == 2)
+
+
+def test_without_scripts_all_can_be_read(web: Web, opened: Callable[..., Any]) -> None:
+    page = opened(web, "run/done?rank=0", java_script_enabled=False)
+    assert page.locator("#svg polyline").is_visible() and page.locator("[data-key=compute]").is_visible()
+    assert "finished after 46 steps" in page.locator("#output").text_content()
+    page.goto(f"http://127.0.0.1:{web.port}/train/?q=hostile")
+    assert [row.get_attribute("data-key") for row in page.locator("li.run").all()] == ["hostile"]
