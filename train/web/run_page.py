@@ -62,6 +62,8 @@ def content(place: Place, name: str, asked: Asked) -> dict[str, Any]:
     look = place.look
     one, others = look.one(name), [look.one(other) for other in dict.fromkeys(asked.others) if other != name]
     values = rows.of(place, one) | {"said": look.said(name), "owner": place.t("owner", one.owner)}
+    if one.sweep and one.total:
+        values["step"] = place.t("trials_ended", one.step, one.total)
     if one.state == states.OTHER_FORMAT:
         return {"values": rows.plain(values), "lists": {}, "compared": []}
     may, account = rows.may(one), one.account
