@@ -15,7 +15,6 @@ import os
 import platform
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -23,7 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .. import causes, format, variables
+from .. import causes, format, module_runner, variables
 from ..errors import one_line
 from ..gpus import number_by_bus
 from ..nodes.node_checks import code_digest
@@ -79,7 +78,7 @@ def examine_job(json_: bool, ranks: int | None, deadline: float) -> int:
     with socket.socket() as one:
         one.bind(("127.0.0.1", 0))
         port = one.getsockname()[1]
-    command = [sys.executable, "-m", "train", "doctor", "--job", "--timeout", f"{deadline:.0f}"]
+    command = module_runner.command("train", "doctor", "--job", "--timeout", f"{deadline:.0f}")
     shared = {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     command += ["--json"] if json_ else []
     processes = [

@@ -31,10 +31,11 @@ def _of_gpus(seen: gpus.Gpus) -> list[dict[str, Any]]:
     found = []
     for state in seen.read():
         holder = devices.of_gpu(state.uuid, state.number).holder()
-        other = gpus.foreign_use(state.uuid) if holder is None else ""
+        other = gpus.foreign_use(state.uuid) if holder is None and state.answers else ""
         found.append({
             "gpu": state.number, "uuid": state.uuid, "name": state.name, "use": state.use,
             "memory_used": state.memory_used, "memory": state.memory_size, **_who(holder), "other": other,
+            "answers": state.answers,
         })  # fmt: skip
     return found
 

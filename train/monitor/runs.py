@@ -118,6 +118,7 @@ class Runs:
                 self.damaged += run.folder.exists()
         if not names:
             self._known = {name: known for name, known in self._known.items() if name in found}
+            self._read_at = {name: when for name, when in self._read_at.items() if name in found}
         newest_first = sorted(found.values(), key=lambda one: one.last_change, reverse=True)
         return sorted(newest_first, key=lambda one: not one.is_alive)  # stable
 

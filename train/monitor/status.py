@@ -19,7 +19,7 @@ from typing import Any
 from .. import programs
 from ..cluster import jobs
 from ..programs import Program
-from ..run import best, folders, heartbeat, metrics, states
+from ..run import best, environment, folders, heartbeat, metrics, states
 from ..run.heartbeat import Beat
 from ..run.record import Record
 from ..run.run_folder import Run, seconds_of
@@ -139,8 +139,8 @@ class RunStatus:
 
     @property
     def arguments(self) -> str:
-        """The arguments of a script, as a shell takes them."""
-        return shlex.join(self.record.get("script_arguments") or ())
+        """The arguments of a script, as a shell takes them, with … in place of secrets."""
+        return environment.shown(self.record.get("script_arguments") or ())
 
     # --- its state
 

@@ -32,9 +32,15 @@ def open_regular(path: Path, buffering: int = -1) -> BinaryIO:
     return os.fdopen(fd, "rb", buffering)
 
 
+_LARGEST = 1 << 28
+"""Bytes above which a file is no record, configuration, manifest or picture: somebody else may have written it."""
+
+
 def read_bytes(path: Path) -> bytes:
-    """Return the content of a regular file. Raises OSError as `open_regular`."""
+    """Return the content of a regular file. Raises OSError as `open_regular`, and for a file that is far too large."""
     with open_regular(path, buffering=0) as file:
+        if os.fstat(file.fileno()).st_size > _LARGEST:
+            raise OSError(errno.EFBIG, os.strerror(errno.EFBIG), str(path))
         return file.read()
 
 

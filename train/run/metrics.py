@@ -289,8 +289,12 @@ def last_evaluation(run: Run) -> Evaluation | None:
 
 _LAST = 1 << 14
 """Bytes at the end of metrics.jsonl in which to look first for the last training line; a line has about 200."""
+_LINE = 1 << 24
+"""Maximum number of bytes of a line."""
 WHOLE = 1 << 19
 """Bytes at the end of metrics.jsonl that count as recent."""
+_FAR = 1 << 24
+"""Bytes at the end in which a training line is looked for at most."""
 _PIECES = 64
 """Number of pieces of a long file that `sampled` reads."""
 
@@ -301,7 +305,7 @@ def last_training(run: Run) -> Training | None:
     while True:
         texts = _last_texts(run, most)
         found = next((line for line in _parsed(reversed(texts)) if not is_evaluation(line)), None)  # parses one or two
-        if found is not None or sum(map(len, texts)) + len(texts) < most // 2:
+        if found is not None or sum(map(len, texts)) + len(texts) < most // 2 or most > _FAR:
             return found
         most *= 8  # only evaluations follow it
 
@@ -389,7 +393,8 @@ class Tail:
 
 def _texts(run: Run) -> Iterator[bytes]:
     with contextlib.suppress(FileNotFoundError), durable.open_regular(run.metrics) as file:  # no line was written yet
-        yield from file
+        while text := file.readline(_LINE):  # a line without an end could fill the memory
+            yield text
 
 
 def _parsed(texts: Iterable[bytes]) -> Iterator[Line]:

@@ -194,6 +194,11 @@ class Trial:
         return bool(self.rung) or self.state == states.FINISHED
 
     @property
+    def reached(self) -> float:
+        """How far it was compared: 0, a rung, or infinite for its end."""
+        return math.inf if self.state == states.FINISHED else self.rung
+
+    @property
     def said(self) -> str:
         """Its state, for people."""
         return f"{self.state} at {self.rung}" if self.rung else self.state
@@ -265,12 +270,13 @@ def look_at_all(run: Run, sweep: Sweep) -> list[Trial]:
 
 def note_removed(run: Run) -> None:
     """Note in the record of its sweep that a run is removed, if it is a trial, so that it is not made again."""
-    of, sweep = run.read().get(OF), Run(run.path.parent / run.name.rpartition("-")[0])
+    sweep = Run(run.path.parent / run.name.rpartition("-")[0])
 
     def change(record: Record) -> None:
         record["removed_trials"] = [*record.get(REMOVED, ()), run.name]
 
-    with contextlib.suppress(Refused, OSError):  # the sweep is gone
+    with contextlib.suppress(Refused, OSError):  # the run is damaged, or its sweep is gone
+        of = run.read().get(OF)
         if of and sweep.read().get("sweep") == of:
             sweep.update(change)
 
@@ -298,9 +304,14 @@ class Row(NamedTuple):
     trials: Sequence[Trial]
 
     @property
+    def reached(self) -> float:
+        """How far the trials that came furthest are: a rung, or infinite for the end."""
+        return max(one.reached for one in self.trials)
+
+    @property
     def values(self) -> list[float]:
-        """The values of the trials that have finished."""
-        return [one.value for one in self.trials if one.value is not None]
+        """The values of the trials that came furthest."""
+        return [one.value for one in self.trials if one.value is not None and one.reached == self.reached]
 
     @property
     def mean(self) -> float | None:
@@ -313,7 +324,9 @@ class Row(NamedTuple):
 
     def best(self, metric: Metric) -> Trial | None:
         """Return the best trial."""
-        return next((one for one in self.trials if self.values and one.value == metric.best_of(self.values)), None)
+        values = self.values
+        there = [one for one in self.trials if values and one.reached == self.reached]
+        return next((one for one in there if one.value == metric.best_of(values)), None)
 
 
 def rows(trials: Sequence[Trial], repeated: Collection[str], metric: Metric) -> list[Row]:
@@ -326,7 +339,6 @@ def rows(trials: Sequence[Trial], repeated: Collection[str], metric: Metric) -> 
 
     def order(row: Row) -> tuple[bool, float, float]:
         mean = row.mean
-        far = max(one.rung or (math.inf if one.state == states.FINISHED else 0) for one in row.trials)
-        return (mean is None, -far, (mean or 0.0) * (1 if metric.is_least else -1))
+        return (mean is None, -row.reached, (mean or 0.0) * (1 if metric.is_least else -1))
 
     return sorted(made, key=order)

@@ -45,7 +45,8 @@ def serve(runs: Path, port: int) -> None:
     server = _Server(config=Config({
         "ServerApp": {
             "ip": ADDRESS, "port": port, "port_retries": 0, "open_browser": False, "default_url": "/train/",
-            "root_dir": str(next(place for place in (runs, *runs.parents) if place.is_dir())), "allow_root": True,
+            "answer_yes": True, "allow_root": True,
+            "root_dir": str(next(place for place in (runs, *runs.parents) if place.is_dir())),
             "terminals_enabled": False, "allow_unauthenticated_access": False,
             "cookie_secret": hashlib.sha256(b"cookies of " + token.encode()).digest(), "log_level": "ERROR",
         },

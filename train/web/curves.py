@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import bisect
+import functools
 import itertools
 from typing import Any
 
@@ -16,6 +18,10 @@ _MACHINE = (*metrics.Speed.__annotations__, "lr", "grad_norm")
 """Figures of how training runs, not of what it has learned. Folded on the page."""
 _MOST = 40
 """Maximum number of curves of a run."""
+_MOST_POINTS = 2000
+"""Maximum number of evaluations of a curve."""
+_LONGEST = 1e12
+"""Maximum of a time in seconds. A damaged file may contain any number."""
 _EVERY = 10.0
 """Seconds for which the evaluations of a long file are used."""
 
@@ -34,17 +40,21 @@ def of(look: Look, one: RunStatus) -> dict[str, Any]:
     lines = metrics.sampled(one.run)
     evaluated = [line for line in lines if metrics.is_evaluation(line)]
     if is_sampled := one.run.metrics.exists() and one.run.metrics.stat().st_size > metrics.WHOLE:
-        evaluated = look.kept(("eval", one.name), _EVERY, lambda: metrics.evaluations(one.run))
+        evaluated = look.kept(
+            ("eval", one.name, str(one.record.get("created"))), _EVERY, lambda: metrics.evaluations(one.run)
+        )
     trained: list[Any] = [line for line in lines if not metrics.is_evaluation(line)]
-    times, now, before = dict[int, float](), 0.0, 0
+    evaluated = evaluated[:: len(evaluated) // _MOST_POINTS + 1]
+    steps, times = [0], [0.0]
     for line in trained:
-        now += (line.get("step_time") or 0.0) * max(line["step"] - before, 0)
-        before = line["step"]
-        times[before] = now
+        took = (line.get("step_time") or 0.0) * max(line["step"] - steps[-1], 0)
+        steps.append(max(line["step"], steps[-1]))
+        times.append(min(times[-1] + took, _LONGEST))
+    at = functools.partial(_time_at, steps, times)
     return {
         "name": one.name, "sampled": is_sampled, "marks": _restarts(one),
-        "line": _table([(line["step"], times[line["step"]], metrics.figures_of(line)) for line in trained]),
-        "eval": _table([(line["step"], _time_at(times, line["step"]), metrics.figures_of(line)) for line in evaluated]),
+        "line": _table([(line["step"], at(line["step"]), metrics.figures_of(line)) for line in trained]),
+        "eval": _table([(line["step"], at(line["step"]), metrics.figures_of(line)) for line in evaluated]),
     }  # fmt: skip
 
 
@@ -68,8 +78,9 @@ def _restarts(one: RunStatus) -> list[tuple[int, bool]]:
     ]
 
 
-def _time_at(times: dict[int, float], step: int) -> float:
-    return times.get(step) or max((now for at, now in times.items() if at <= step), default=0.0)
+def _time_at(steps: list[int], times: list[float], step: int) -> float:
+    """Return the seconds of training until a step, given those until other steps."""
+    return times[bisect.bisect_right(steps, step) - 1]
 
 
 def _table(lines: list[tuple[int, float, dict[str, float | None]]]) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from jupyter_server.base.handlers import JupyterHandler
 from jupyter_server.utils import url_path_join
 from tornado.web import Application, HTTPError, authenticated
 
-from .. import errors, screen
+from .. import errors, module_runner, screen
 from ..errors import Refused
 from . import curves, home, run_page, texts
 from .look import Look, Place
@@ -37,6 +37,8 @@ _PATIENCE = 30.0
 """Seconds that a request waits for a command. The command continues after that."""
 _LONGEST = 200
 """Maximum number of characters of a search."""
+_under_way: set[tuple[str, str]] = set()
+"""Commands of buttons that are being carried out."""
 _MOST_COMPARED = 7
 """Maximum number of runs beside the first one."""
 
@@ -68,16 +70,13 @@ class Files:
         self.has_lab = has_lab
         found = [*(_HERE / "static").iterdir()]
         found += [Path(prefix) / "share" / "trainstation" / name for name in (UPLOT, "uPlot.min.css")]
-        self._found = {path.name: (self._digest(path), path) for path in found if path.is_file()}
+        contents = {path.name: path.read_bytes() for path in found if path.is_file()}  # no request waits for a disk
+        self._found = {name: (hashlib.sha256(one).hexdigest()[:16], one) for name, one in contents.items()}
         self.has_uplot = UPLOT in self._found
         self.templates = Environment(
             loader=FileSystemLoader(_HERE / "templates"), autoescape=True, trim_blocks=True, lstrip_blocks=True,
             finalize=_printable,
         )  # fmt: skip
-
-    @staticmethod
-    def _digest(path: Path) -> str:
-        return hashlib.sha256(path.read_bytes()).hexdigest()[:16]
 
     def address(self, name: str) -> str:
         """Return the part of an address after /train/."""
@@ -85,8 +84,8 @@ class Files:
 
     def read(self, digest: str, name: str) -> bytes | None:
         """Return a file by its address; None: there is none."""
-        known, path = self._found.get(name, ("", None))
-        return path.read_bytes() if path is not None and known == digest else None
+        known, content = self._found.get(name, ("", None))
+        return content if known == digest else None
 
 
 def _printable(value: Any) -> Any:
@@ -137,26 +136,38 @@ class Page(JupyterHandler):
             raise HTTPError(403)
         return str(super().get_login_url())
 
-    def show(self, template: str, **values: Any) -> None:
-        """Send a page."""
+    def page(self, template: str, **values: Any) -> str:
+        """Return a page as text."""
         self.set_header("Cache-Control", "no-store")
         self.set_header("Referrer-Policy", "same-origin")
-        self.finish(self.files.templates.get_template(template).render(
+        return self.files.templates.get_template(template).render(
             t=self.texts, place=self.place, nonce=self.nonce, files=self.files, xsrf=self.xsrf_token.decode(), **values,
-        ))  # fmt: skip
+        )  # fmt: skip
 
-    def send(self, content: Any) -> None:
-        """Send facts to the script of a page."""
+    async def send(self, make: Callable[..., Any], *arguments: Any, **named: Any) -> None:
+        """Send facts to the script of a page, made in the thread that looks at the runs."""
+        text = await self.tell(lambda: json.dumps(make(*arguments, **named), allow_nan=False))
         self.set_header("Content-Type", "application/json")
         self.set_header("Cache-Control", "no-store")
-        self.finish(json.dumps(content))
+        self.finish(text)
 
     async def tell(self, function: Callable[P, T], *arguments: P.args, **named: P.kwargs) -> T:
         """Call a function in the thread that looks at the runs. What it refuses is answered by 404."""
         try:
             return await self.look.call(function, *arguments, **named)
         except Refused as problem:
-            raise HTTPError(404, str(problem)) from None
+            raise HTTPError(404, "%s", str(problem)) from None
+        except TimeoutError:
+            raise HTTPError(503, "%s", self.texts("slow")) from None
+
+    def _request_summary(self) -> str:
+        """Return the request for the log: an address may hold the token."""
+        return f"{self.request.method} {self.request.path}"
+
+    def log_exception(self, typ: Any, value: Any, tb: Any) -> None:
+        """Log an error without the request, whose address may hold the token."""
+        if not isinstance(value, HTTPError):
+            self.log.error("%s: %s", self._request_summary(), value, exc_info=(typ, value, tb))
 
     def number(self, name: str, otherwise: int = 0) -> int:
         """Return a number of the address."""
@@ -167,12 +178,13 @@ class Page(JupyterHandler):
         """Send what is wrong as a line, never a traceback."""
         error = (kwargs.get("exc_info") or (None, None))[1]
         line = self.texts("error", status_code)
-        if isinstance(error, HTTPError) and error.log_message and status_code < 500:
+        if isinstance(error, HTTPError) and error.log_message and status_code in (*range(400, 500), 503):
             line = errors.one_line(error.log_message % error.args if error.args else error.log_message)
         if self.is_page:
-            self.show("problem.html", line=line, api="", data={"lists": {}})
+            self.finish(self.page("problem.html", line=line, api="", data={"lists": {}}))
         else:
-            self.send({"problem": line})
+            self.set_header("Content-Type", "application/json")
+            self.finish(json.dumps({"problem": line}))
 
 
 class Home(Page):
@@ -181,8 +193,12 @@ class Home(Page):
     @authenticated
     async def get(self) -> None:
         query, page = self.get_query_argument("q", "")[:_LONGEST], self.number("page", 1)
-        data = await self.tell(home.content, self.place, query, page)
-        self.show("home.html", data=data, query=query, api=self.base + "api/home")
+
+        def made() -> str:
+            data = home.content(self.place, query, page)
+            return self.page("home.html", data=data, query=query, api=self.base + "api/home")
+
+        self.finish(await self.tell(made))
 
 
 class HomeFacts(Page):
@@ -193,7 +209,7 @@ class HomeFacts(Page):
     @authenticated
     async def get(self) -> None:
         query, page, since = self.get_query_argument("q", "")[:_LONGEST], self.number("page", 1), self.number("since")
-        self.send(await self.tell(home.content, self.place, query, page, since=since))
+        await self.send(home.content, self.place, query, page, since=since)
 
 
 class OneRun(Page):
@@ -201,10 +217,12 @@ class OneRun(Page):
 
     @authenticated
     async def get(self, name: str) -> None:
-        data, svg, others = await self.tell(run_page.whole, self.place, name, self.asked)
-        machine = curves.machine_names()
-        api = f"{self.base}api/run/{name}"
-        self.show("run.html", data=data, svg=svg, others=others, machine=machine, api=api)
+        def made() -> str:
+            data, svg, others = run_page.whole(self.place, name, self.asked)
+            machine, api = curves.machine_names(), f"{self.base}api/run/{name}"
+            return self.page("run.html", data=data, svg=svg, others=others, machine=machine, api=api)
+
+        self.finish(await self.tell(made))
 
     @property
     def asked(self) -> run_page.Asked:
@@ -221,7 +239,7 @@ class RunFacts(OneRun):
 
     @authenticated
     async def get(self, name: str) -> None:
-        self.send(await self.tell(run_page.content, self.place, name, self.asked))
+        await self.send(run_page.content, self.place, name, self.asked)
 
 
 class Latest(Page):
@@ -242,26 +260,39 @@ class Act(Page):
 
     @authenticated
     async def post(self, what: str, name: str = "") -> None:
+        address = f"run/{name}" if name else "latest"
+        if (what, name) not in _under_way:  # else the button was pressed twice
+            _under_way.add((what, name))
+            try:
+                address = await self._do(what, name)
+            finally:
+                _under_way.discard((what, name))
+        self.redirect(self.base + address, status=303)
+
+    async def _do(self, what: str, name: str) -> str:
+        """Carry out the command of a button. Return the part of the address after /train/ of what to show next."""
         if name:
-            await self.tell(run_page.check_may, self.look, name, what)
+            await self.tell(run_page.check_may, self.look, name, what, created=self.get_body_argument("created", ""))
+        elif await self.tell(self.look.found):
+            return "latest"  # the demo is for a folder without runs
         command = [what, name] if name else ["launch", "digits"]
         code, out, said = await _carry_out(command, self.look.folder)
         started = out.split()[-1] if out.split() and not name else name
-        self.look.remember(started, "" if code == 0 and not name else said)
-        self.redirect(self.base + (f"run/{started}" if started else ""), status=303)
+        await self.tell(self.look.remember, started, "" if code == 0 and not name else said)
+        return f"run/{started}" if started else ""
 
 
 async def _carry_out(command: Sequence[str], runs: Path) -> tuple[int, str, str]:
     """Run `train COMMAND`. Return its exit code, its output, and the last line of what it said."""
     done = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "train", *command, "--runs", str(runs), stdin=asyncio.subprocess.DEVNULL,
+        *module_runner.command("train", *command, "--runs", str(runs)), stdin=asyncio.subprocess.DEVNULL,
         stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
     )  # fmt: skip
     reading = asyncio.ensure_future(done.communicate())
     try:
         out, said = await asyncio.wait_for(asyncio.shield(reading), _PATIENCE)
     except TimeoutError:  # it continues
-        return 0, "", ""
+        return 1, "", f"still working: train {' '.join(command)}"
     lines = [line for line in said.decode(errors="replace").splitlines() if line.strip()]
     return done.returncode or 0, out.decode(errors="replace"), lines[-1] if lines else ""
 
@@ -273,7 +304,7 @@ class Static(Page):
 
     @authenticated
     async def get(self, digest: str, name: str) -> None:
-        content = await self.look.call(self.files.read, digest, name)
+        content = self.files.read(digest, name)
         if content is None:
             raise HTTPError(404)
         self.set_header("Content-Type", _KINDS[Path(name).suffix])

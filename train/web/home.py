@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import time
+from collections.abc import Sequence
 from typing import Any
 from urllib.parse import quote
 
 from ..format import size
 from ..leases import devices
 from ..monitor.status import RunStatus
-from ..run import states
+from ..run import folders, states
 from ..run.run_folder import seconds_of
 from . import rows
 from .look import Look, Place
@@ -40,8 +42,9 @@ def content(place: Place, query: str, page: int, *, since: float = 0.0) -> dict[
 
 
 def _facts(place: Place, query: str, page: int) -> Any:
-    t, found, sweeps = place.t, place.look.found(), _sweeps(place.look)
-    shown = [one for one in found if _matches(one, query) and (query or one.trial_of not in sweeps)]
+    t, found = place.t, place.look.found()
+    sweeps, hidden = _sweeps(found), _trials(found)
+    shown = [one for one in found if _matches(one, query) and (query or one.name not in hidden)]
     live, ended = [one for one in shown if one.is_alive], [one for one in shown if not one.is_alive]
     pages = max(-(-len(ended) // _PAGE), 1)
     page, asked = min(max(page, 1), pages), f"&q={quote(query)}" if query else ""
@@ -60,6 +63,7 @@ def _facts(place: Place, query: str, page: int) -> Any:
             "nothing_live": t("nothing_live") if found and not live else "",
             "nothing_found": t("nothing_found") if query and not shown else "",
             "first": "" if found else t("first_1"),
+            "more_live": t("more", len(live) - _MOST_LIVE) if len(live) > _MOST_LIVE else "",
         },
         "lists": {
             "devices": [_device(place, one) for one in place.look.machine.devices()],
@@ -69,18 +73,25 @@ def _facts(place: Place, query: str, page: int) -> Any:
     })  # fmt: skip
 
 
-def _sweeps(look: Look) -> dict[str, list[RunStatus]]:
-    """Map the ids of sweeps to the runs of their trials."""
-    found: dict[str, list[RunStatus]] = {one.sweep: [] for one in look.found() if one.sweep}
-    for one in look.found():
-        if one.trial_of in found:
-            found[one.trial_of].append(one)
-    return found
+def _sweeps(found: Sequence[RunStatus]) -> dict[str, list[RunStatus]]:
+    """Map the ids of sweeps to the runs of their trials. A copy of a trial is none, nor is another user's run."""
+    sweeps = {one.sweep: (one, list[RunStatus]()) for one in found if one.sweep}
+    for one in found:
+        if one.trial_of in sweeps and one.state != states.COPY:
+            sweep, trials = sweeps[one.trial_of]
+            if one.owner == sweep.owner and one.name.rpartition("-")[0] == sweep.name:
+                trials.append(one)
+    return {name: trials for name, (_, trials) in sweeps.items()}
+
+
+def _trials(found: Sequence[RunStatus]) -> set[str]:
+    """Return the names of the runs that are shown with their sweep."""
+    return {one.name for trials in _sweeps(found).values() for one in trials}
 
 
 def latest(look: Look) -> str:
     """Return the part of an address after /train/ of the run that was started last."""
-    found = [one for one in look.found() if not one.trial_of]
+    found = [one for one in look.found() if not one.trial_of and not one.owner and folders.is_name(one.name)]
     newest = max(found, key=lambda one: one.started, default=None)
     return f"run/{newest.name}" if newest is not None else ""
 
@@ -105,7 +116,8 @@ def _device(place: Place, one: dict[str, Any]) -> dict[str, Any]:
     holder = " ".join(filter(None, [one["run"], f"({one['user']})" if one["user"] else ""]))
     if one["user"]:
         holder = t("held", holder, since) if since else holder
-    cells = {"holder": holder or (t("other", one["other"]) if one.get("other") else t("free"))}
+    idle = t("free") if one.get("answers", True) else t("no_answer")
+    cells = {"holder": holder or (t("other", one["other"]) if one.get("other") else idle)}
     if "core" in one:
         return {"key": f"core-{one['core']}", "device": t("core", one["core"]), "busy": bool(one["user"]), **cells}
     memory = t("memory", size(one["memory_used"] or 0), size(one["memory"])) if one["memory"] else ""
@@ -116,19 +128,29 @@ def _device(place: Place, one: dict[str, Any]) -> dict[str, Any]:
 
 def _news(place: Place, since: float) -> list[dict[str, Any]]:
     """Return what happened since then: failures first, then what was restarted and goes on, then what ended well."""
-    order, sweeps = (
-        [states.FAILED, states.INTERRUPTED, states.RUNNING, states.STOPPED, states.FINISHED],
-        _sweeps(place.look),
-    )
-    found = [one for one in place.look.found() if one.state in order and one.trial_of not in sweeps]
-    changed = [one for one in found if (_restarted(one, since) if one.is_alive else one.last_change >= since)]
+    order = [states.FAILED, states.INTERRUPTED, states.COPY, states.RUNNING, states.STOPPED, states.FINISHED]
+    every = place.look.found()
+    hidden = _trials(every)
+    found = [one for one in every if one.state in order and one.name not in hidden]
+    changed = [one for one in found if (_deaths(one, since) if one.is_alive else one.last_change >= since)]
     changed.sort(key=lambda one: order.index(one.state))
-    news = [rows.of(place, one) for one in changed[:_MOST_NEWS]]
+    news = [{**rows.of(place, one), "lost": _lost(place, one, since)} for one in changed[:_MOST_NEWS]]
     more = len(changed) - len(news)
-    last = [{"key": "+more", "text": place.t("more", more)}] if more > 0 else []
+    last = [{"key": "/more", "text": place.t("more", more)}] if more > 0 else []
     return [{**cells, "text": cells["reason"] or cells.get("result", "")} for cells in news] + last
 
 
-def _restarted(one: RunStatus, since: float) -> bool:
-    starts = [seconds_of(attempt["started"]) or 0.0 for attempt in one.record["attempts"][1:]]
-    return one.restarts > 0 and any(start >= since for start in starts)
+def _deaths(one: RunStatus, since: float) -> int:
+    """Return how often the ranks of a run were started again since then because they had died."""
+    return sum(
+        before["end"] in (None, "died") and (seconds_of(after["started"]) or 0.0) >= since
+        for before, after in itertools.pairwise(one.record["attempts"])
+    )
+
+
+def _lost(place: Place, one: RunStatus, since: float) -> str:
+    """Return the restarts since then, and what they have cost, as far as none came before."""
+    count, lost = _deaths(one, since), one.seconds_lost
+    if count and count == one.deaths and lost is not None:
+        return place.t.count("restarts", count, place.t.duration(lost))
+    return place.t.count("restarts_only", count) if count else ""

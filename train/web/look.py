@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import functools
+import queue
+import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
 from pathlib import Path
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 from ..errors import Refused
 from ..monitor.machine import Machine
@@ -24,6 +26,10 @@ _EVERY = 1.5
 """Seconds for which a look at the runs is used."""
 _REMEMBERED = 120.0
 """Seconds for which a page shows what a command has said."""
+_PATIENCE = 15.0
+"""Seconds that a request waits for the thread."""
+_LONGEST = 15.0
+"""Maximum number of seconds for which a look is used because it costs much."""
 _SHARE = 20
 """A look is used for at least so many times as long as it took: then looks take a twentieth of a core at most."""
 
@@ -54,6 +60,21 @@ class Place:
         return f"{self.base}run/{name}" if folders.is_name(name) else ""
 
 
+class _Job(Future[T]):
+    """A call for the thread of the pages."""
+
+    def __init__(self, call: Callable[[], T]) -> None:
+        super().__init__()
+        self._call = call
+
+    def carry_out(self) -> None:
+        if self.set_running_or_notify_cancel():
+            try:
+                self.set_result(self._call())
+            except BaseException as error:
+                self.set_exception(error)
+
+
 class Look:
     """What the pages know of a folder of runs. All methods but `call` are for its thread."""
 
@@ -65,25 +86,36 @@ class Look:
         self._found: list[RunStatus] = []
         self._until = 0.0
         self._kept: dict[tuple[str, ...], tuple[float, object]] = {}
-        self._thread = ThreadPoolExecutor(1, "page")
-        for work in (
-            self.found,
-            self.machine.facts,
-        ):  # the first look takes longest: before the first page is asked for
-            self._thread.submit(work)
+        self._jobs = queue.SimpleQueue[_Job[Any]]()
+        self._thread = threading.Thread(target=self._work, daemon=True, name="page")  # daemon: a disk may never answer
+        self._thread.start()
+        for work in (self.found, self.machine.facts):  # the first look takes longest: before the first page
+            self._submit(work)
 
     async def call(self, function: Callable[P, T], *arguments: P.args, **named: P.kwargs) -> T:
-        """Call a function in the thread."""
-        call = functools.partial(function, *arguments, **named)
-        return await asyncio.get_running_loop().run_in_executor(self._thread, call)
+        """Call a function in the thread.
+
+        Raises:
+            TimeoutError: the thread is busy; the call is withdrawn if it has not begun.
+        """
+        future = self._submit(functools.partial(function, *arguments, **named))
+        return await asyncio.wait_for(asyncio.wrap_future(future), _PATIENCE)
+
+    def _submit(self, call: Callable[[], T]) -> Future[T]:
+        job = _Job[T](call)
+        self._jobs.put(job)
+        return job
+
+    def _work(self) -> None:
+        while True:
+            self._jobs.get().carry_out()
 
     def found(self) -> list[RunStatus]:
         """Return how the runs stand: live runs first, then those that ended last."""
         if time.monotonic() >= self._until:
-            began = time.monotonic()
+            began = time.thread_time()
             self._found = self._runs.look()
-            now = time.monotonic()
-            self._until = now + max(_EVERY, _SHARE * (now - began))
+            self._until = time.monotonic() + min(max(_EVERY, _SHARE * (time.thread_time() - began)), _LONGEST)
         return self._found
 
     @property
@@ -92,17 +124,23 @@ class Look:
         return self._runs.damaged
 
     def kept(self, key: tuple[str, ...], seconds: float, make: Callable[[], T]) -> T:
-        """Return what `make` returns, or returned at most so many seconds ago for this key."""
+        """Return what `make` returns, or returned at most so many seconds ago for this key; longer ago if it costs much
+        time of the processor."""
         until, known = self._kept.get(key, (0.0, None))
         if time.monotonic() >= until:
+            began = time.thread_time()
             known = make()
+            cost = time.thread_time() - began
             self._kept = {one: value for one, value in self._kept.items() if value[0] > time.monotonic()}
-            self._kept[key] = time.monotonic() + seconds, known
+            self._kept[key] = time.monotonic() + max(seconds, min(_SHARE * cost, _LONGEST)), known
         return known  # type: ignore[return-value]
 
     def remember(self, name: str, said: str) -> None:
         """Keep what a command of the page has said of a run ('': of the demo's start), and look again the next time."""
-        self._said[name] = time.monotonic(), said
+        now = time.monotonic()
+        self._said = {one: told for one, told in self._said.items() if now - told[0] < _REMEMBERED} | {
+            name: (now, said)
+        }
         self._until = 0.0
 
     def said(self, name: str) -> str:

@@ -97,8 +97,12 @@ def _saved(place: Place, one: RunStatus) -> str:
 
 def of_sweep(place: Place, one: RunStatus, trials: list[RunStatus]) -> dict[str, Any]:
     """Return the cells of a sweep, given the runs of its trials."""
-    sweep = kept.find(one.run)
+    try:
+        sweep = kept.find(one.run)
+    except OSError:
+        sweep = None
     count = len(sweep.trials) if sweep is not None else len(trials)
+    trials = [trial for trial in trials if sweep is None or trial.name in sweep.trials]
     done = sum(trial.state == states.FINISHED for trial in trials)
     counts = [
         f"{number} {place.t.get(state)}"

@@ -25,8 +25,8 @@ from .look import Look, Place
 _LOG, _LINES = 1 << 16, 400
 """Maximum number of bytes and lines of a log on the page."""
 _MOST_ATTEMPTS, _MOST_CHECKPOINTS, _MOST_PICTURES, _MOST_RANKS = 30, 20, 24, 256
-_SIZES, _SWEEPS, _BESTS = 60.0, 5.0, 10.0
-"""Seconds for which sizes, tables of sweeps and best values are used."""
+_SIZES, _SWEEPS, _BESTS, _FACTS = 60.0, 5.0, 10.0, 5.0
+"""Seconds for which sizes, tables of sweeps, best values, and other facts are used."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,9 +40,16 @@ class Asked:
     """Of the curves that the page has."""
 
 
-def check_may(look: Look, name: str, what: str) -> None:
-    """Raise Refused if there is no button for this."""
-    if rows.may(look.one(name)) != what:
+def check_may(look: Look, name: str, what: str, *, created: str) -> None:
+    """Raise Refused if there is no button for this, or the page was of another run of this name.
+
+    Args:
+        created: When the run was created that the page has shown; '': unknown.
+    """
+    one = look.one(name)
+    if created and created != (one.record.get("created") or ""):
+        raise Refused(f"{name} is another run by now; look at it first")
+    if rows.may(one) != what:
         raise Refused(f"{name}: the page has no button for this now; in a terminal: train {what} {name}")
 
 
@@ -55,6 +62,8 @@ def content(place: Place, name: str, asked: Asked) -> dict[str, Any]:
     look = place.look
     one, others = look.one(name), [look.one(other) for other in dict.fromkeys(asked.others) if other != name]
     values = rows.of(place, one) | {"said": look.said(name), "owner": place.t("owner", one.owner)}
+    if one.sweep and one.total:
+        values["step"] = place.t("trials_ended", one.step, one.total)
     if one.state == states.OTHER_FORMAT:
         return {"values": rows.plain(values), "lists": {}, "compared": []}
     may, account, ranks = rows.may(one), one.account, _ranks(one)
@@ -64,6 +73,7 @@ def content(place: Place, name: str, asked: Asked) -> dict[str, Any]:
         "values": values | {
             "metric": _sweep_table(place, one)[0][-1] if one.sweep else "",
             "may_stop": may == "stop", "may_resume": may == "resume", "result": figures(one.result),
+            "created": one.record.get("created") or "",
             "command": one.record.get("command_line") or "", "set": settings.as_flags(one.spec),
             "whole": _whole(place, one),
             "redone": place.t.count("redone", account.redone) if account.redone else "",
@@ -72,7 +82,7 @@ def content(place: Place, name: str, asked: Asked) -> dict[str, Any]:
         },
         "lists": {
             "parts": _parts(place, account), "attempts": _attempts(place, one), "checkpoints": _checkpoints(place, one),
-            "settings": _settings(place, one), "facts": _facts(one), "commands": _commands(place, one),
+            "settings": _settings(place, one), "facts": _facts(place, one), "commands": _commands(place, one),
             "pictures": _pictures(place, one), "trials": _trials(place, one), "compare": _compare(place, shown),
         },
         "ranks": ranks, "rank": rank, "compared": [found.name for found in shown],
@@ -88,6 +98,11 @@ def whole(place: Place, name: str, asked: Asked) -> tuple[dict[str, Any], Markup
     """Return what the page shows, the curve of the loss as an image, and names of other runs to compare with."""
     data, others = content(place, name, asked), [one.name for one in place.look.found() if place.run(one.name)]
     return data, curves.svg(place.look.one(name)), [one for one in others if one != name][:_MOST_RANKS]
+
+
+def _key(what: str, one: RunStatus, *more: str) -> tuple[str, ...]:
+    """Return the key of what is kept of a run. Another run may get its name."""
+    return what, one.name, str(one.record.get("created")), *more
 
 
 # --- the log
@@ -151,12 +166,13 @@ def _attempts(place: Place, one: RunStatus) -> list[dict[str, Any]]:
 
 
 def _checkpoints(place: Place, one: RunStatus) -> list[dict[str, Any]]:
-    found, best_one = [], best.best(one.run, one.spec.best_by)
+    found = []
+    best_one = place.look.kept(_key("best", one), _FACTS, lambda: best.best(one.run, one.spec.best_by))
     for step in sorted(one.run.steps_saved(), reverse=True)[:_MOST_CHECKPOINTS]:
         path = one.run.checkpoint(step)
         with contextlib.suppress(OSError):
             when = path.stat().st_mtime
-            key = ("size", one.name, str(step), str(when))
+            key = _key("size", one, str(step), str(when))
             count = place.look.kept(key, _SIZES, lambda path=path: folders.size_of(path))  # type: ignore[misc]
             is_best = best_one is not None and best_one.step == step
             found.append({
@@ -172,16 +188,22 @@ def _settings(place: Place, one: RunStatus) -> list[dict[str, Any]]:
         {
             "key": each.name,
             "name": each.name,
-            "value": environment.shown([each.value]),
-            "default": place.t("default", each.default) if each.default else "",
+            "value": _hidden(each.name, each.value),
+            "default": place.t("default", _hidden(each.name, each.default)) if each.default else "",
         }
         for each in settings.listed(one.spec)
         if each.is_set
     ]
 
 
-def _facts(one: RunStatus) -> list[dict[str, Any]]:
-    facts = [(label, value) for label, value in listing.facts(one) if value not in (None, "", {}, [])]
+def _hidden(name: str, value: str) -> str:
+    """Return the value of a field, or … if it is a secret."""
+    return environment.shown([f"--{name}={value}"]).partition("=")[2]
+
+
+def _facts(place: Place, one: RunStatus) -> list[dict[str, Any]]:
+    every = place.look.kept(_key("facts", one), _FACTS, lambda: list(listing.facts(one)))
+    facts = [(label, value) for label, value in every if value not in (None, "", {}, [])]
     return [{"key": label, "label": label, "value": str(value)} for label, value in facts]
 
 
@@ -218,13 +240,13 @@ def _sweep_table(place: Place, one: RunStatus) -> list[list[Any]]:
     """Return the table of a sweep, as its CSV has it, with the metric as the head of the mean."""
 
     def table() -> list[list[Any]]:
-        with contextlib.suppress(Refused):
+        with contextlib.suppress(Exception):  # somebody else may have written sweep.json
             rows, metric = sweep.of_sweep(one.run)
             heads, *lines = sweep.as_csv(rows, metric)
             return [[*heads[: -len(sweep.HEADS)], metric.name], *lines]
         return [[""]]
 
-    return place.look.kept(("sweep", one.name), _SWEEPS, table)
+    return place.look.kept(_key("sweep", one), _SWEEPS, table)
 
 
 def _trials(place: Place, one: RunStatus) -> list[dict[str, Any]]:
@@ -250,7 +272,7 @@ def _compare(place: Place, shown: Sequence[RunStatus]) -> list[dict[str, Any]]:
     """Return rows of what differs between runs, and their last and best values; a column for each run."""
     if len(shown) < 2:
         return []
-    key = ("best", *(one.name for one in shown))
+    key = tuple(part for one in shown for part in _key("bests", one))
     tops = place.look.kept(key, _BESTS, lambda: _bests(shown))
     flats = [settings.compared(one.spec, one.record.get("world_size")) for one in shown]
     table: list[tuple[str, list[str]]] = [(place.t("state"), [rows.head(place, one)["label"] for one in shown])]
@@ -264,7 +286,7 @@ def _compare(place: Place, shown: Sequence[RunStatus]) -> list[dict[str, Any]]:
     has_fields = all(one.program.has_fields for one in shown)  # else every field of the others would differ
     names = [name for name in settings.differing_names(flats) if has_fields or all(name in flat for flat in flats)]
     for name in names:
-        table.append((name, [settings.shown(flat.get(name)) for flat in flats]))
+        table.append((name, [_hidden(name, settings.shown(flat.get(name))) for flat in flats]))
     return [
         {"key": f"{number}", "field": field, **{f"c{place}": value for place, value in enumerate(values)}}
         for number, (field, values) in enumerate(table)

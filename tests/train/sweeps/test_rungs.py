@@ -63,3 +63,13 @@ def test_a_trial_stops_at_the_first_rung_after_which_it_does_not_continue() -> N
     assert kept.next_rung(made, "s-000", {"4": ["s-000"]}) == 8
     assert kept.next_rung(made, "s-001", {"4": ["s-000"]}) == 4
     assert kept.next_rung(made, "s-000", {"4": ["s-000"], "8": ["s-000"]}) == 0
+
+
+def test_a_row_takes_the_mean_of_those_that_came_furthest() -> None:
+    stopped: Any = {"stopped_by": signals.RUNG, "rung": RUNG}
+    one = Trial("s-000", {"lr": "0", "seed": "0"}, states.FINISHED, value=0.9)
+    other = Trial("s-001", {"lr": "0", "seed": "1"}, states.STOPPED, record=stopped, value=0.95)
+    last = Trial("s-002", {"lr": "1", "seed": "0"}, states.STOPPED, record=stopped, value=0.99)
+    first, second = kept.rows([last, one, other], ["seed"], kept.Metric.read("score"))
+    assert (first.values, first.mean, first.best(kept.Metric.read("score"))) == ([0.9], 0.9, one)
+    assert (second.mean, second.best(kept.Metric.read("score"))) == (0.99, last)

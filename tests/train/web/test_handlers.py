@@ -123,6 +123,7 @@ def test_without_uplot_pages_ask_for_none(tmp_path: Path) -> None:
     assert handlers.Files(has_lab=False, prefix=str(tmp_path)).has_uplot
 
 
+@pytest.mark.turns
 def test_a_newcomer_starts_the_demo_stops_it_and_continues(station: Station, webs: Callable[..., Web]) -> None:
     station.more["TRAIN_SLOTS"] = "2"
     page = webs(station, TRAIN_SLOTS="2")

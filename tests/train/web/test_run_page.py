@@ -62,6 +62,14 @@ def test_restarts_are_marked_where_training_continued(shown: Station, tmp_path: 
     assert run_page.content(place(tmp_path), "one", Asked())["curves"][0]["marks"] == [(20, True)]
 
 
+def test_numbers_that_no_run_has_stay_within_json(shown: Station, tmp_path: Path) -> None:
+    shutil.copytree(shown.runs / "done", tmp_path / "one")
+    odd = [{"step": step, "loss": 1e308, "step_time": 1e308, "lr": float("nan")} for step in (5, 5, 3, 1 << 52)]
+    (tmp_path / "one" / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in odd))
+    data = run_page.content(place(tmp_path), "one", Asked())
+    assert json.loads(json.dumps(data, allow_nan=False))["curves"][0]["line"]["figures"]["lr"] == [None] * 4
+
+
 def test_a_long_run_keeps_all_its_evaluations(shown: Station, tmp_path: Path) -> None:
     shutil.copytree(shown.runs / "done", tmp_path / "one")
     line = json.dumps({"step": 1, "epoch": 1, "loss": 0.5, "lr": 0.1, "step_time": 2.0}) + " " * 200
