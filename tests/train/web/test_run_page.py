@@ -96,3 +96,11 @@ def test_pictures_are_links_where_the_server_sends_files(shown: Station, tmp_pat
     at = type(at)(at.look, at.t, at.base, lab="/lab", files="/files", root=str(tmp_path))
     (link,) = run_page.content(at, "one", Asked())["lists"]["pictures"]
     assert link["link"] == "/files/runs/one/images/a%20b-step-00000020.png"
+
+
+def test_a_node_without_rank_0_shows_the_first_rank_that_there_is(shown: Station, tmp_path: Path) -> None:
+    shutil.copytree(shown.runs / "done", tmp_path / "one")
+    (log,) = (tmp_path / "one").rglob("rank0.log")
+    log.rename(log.with_name("rank8.log"))
+    data = run_page.content(place(tmp_path), "one", Asked())
+    assert data["ranks"] == [8] and data["rank"] == 8 and "finished after" in data["values"]["log"]
