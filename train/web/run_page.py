@@ -198,7 +198,7 @@ def _settings(place: Place, one: RunStatus) -> list[dict[str, Any]]:
 
 def _hidden(name: str, value: str) -> str:
     """Return the value of a field, or … if it is a secret."""
-    return environment.shown([f"--{name}={value}"]).partition("=")[2]
+    return "…" if environment.shown([f"--{name}={value}"]) == f"--{name}=…" else value  # not as a shell quotes it
 
 
 def _facts(place: Place, one: RunStatus) -> list[dict[str, Any]]:

@@ -104,3 +104,8 @@ def test_a_node_without_rank_0_shows_the_first_rank_that_there_is(shown: Station
     log.rename(log.with_name("rank8.log"))
     data = run_page.content(place(tmp_path), "one", Asked())
     assert data["ranks"] == [8] and data["rank"] == 8 and "finished after" in data["values"]["log"]
+
+
+def test_a_value_with_a_space_is_shown_without_a_shells_quotes() -> None:
+    assert run_page._hidden("save.every_steps", "chosen at launch") == "chosen at launch"
+    assert run_page._hidden("task.api_token", "a b") == "…"
