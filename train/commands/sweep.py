@@ -213,12 +213,17 @@ def _change(options: Namespace, runs: Path) -> tuple[Run, Callable[[Sweep], Swee
         raise Refused(f"{what} is for a sweep that exists and keeps its fields: train sweep NAME {what}{given}")
     run, draws = folders.find_trusted(runs, options.task).by_path(), number("trials", options.trials, 1)
     before = kept.read(run)
-    if before.rungs:
+    if before.rungs and (options.add or draws is not None):
         raise Refused(f"{run.name} compares its trials at rungs (--rungs), so it gets no others; start another sweep")
     failed = {}
     if options.retry_failed:
-        found = kept.look_at_all(run, before)
-        failed = {one.name: len(one.record["attempts"]) if one.record else 0 for one in found if one.has_failed}
+        found, chosen = kept.look_at_all(run, before), run.read().get(kept.CHOSEN) or {}
+        again = kept.open_failures(before, found, chosen)
+        failed = {one.name: len(one.record["attempts"]) if one.record else 0 for one in again}
+        if not again and any(one.has_failed for one in found):
+            raise Refused(
+                f"--retry-failed: {run.name} has compared its trials without those that failed; start another"
+            )
 
     def edit(sweep: Sweep) -> Sweep:
         if options.add or draws is not None:
@@ -247,7 +252,8 @@ def _continue(run: Run, edit: Callable[[Sweep], Sweep], at_once: int, notify: st
             screen.remark(f"{run.name} {how} {run.name}")
             return
         time.sleep(0.1)
-    is_done = all(one.has_reached_rung or one.state == kept.GONE for one in kept.look_at_all(run, sweep))
+    chosen = run.read().get(kept.CHOSEN) or {}
+    is_done = all(kept.has_ended(one, chosen) and not one.has_failed for one in kept.look_at_all(run, sweep))
     if is_done and run.state() == states.FINISHED:
         screen.remark(f"{run.name} has finished already; see: train ls {run.name}")
         return

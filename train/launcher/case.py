@@ -124,6 +124,7 @@ class Case:
         return Plan(
             files=self.files | {"config.toml": configuration.to_toml(self.config)}, record=self.record | facts,
             copies=self.copies, warnings=self.warnings, ranks=self.local, task=self.task, config=self.config,
+            has_evaluation=bool(self.eval_sets),
         )  # fmt: skip
 
     @property

@@ -19,6 +19,7 @@ from ..leases.tickets import Ticket
 from ..run import environment, folders, states
 from ..run.record import Record
 from ..run.run_folder import Run
+from ..sweeps.kept import rests_for_sweep
 from . import giving_way, ranks_and_gpus
 from .request import Launch, Plan
 
@@ -120,18 +121,19 @@ def check_after(runs: Path, name: str, after: Iterable[str]) -> None:
         left += [other for other in others if other not in seen]
         seen.add(one)
     for one in after:
-        if why := why_never(folders.find(runs, one).read_effective()):
+        other = folders.find(runs, one)
+        if why := why_never(other, other.read_effective()):
             raise Refused(f"--after {one}: {why}; continue it first: train resume {one}")
 
 
-def why_never(record: Record) -> str:
+def why_never(run: Run, record: Record) -> str:
     """Return why a run does not finish by itself; '' if it has finished, or still may.
 
     Args:
         record: run.json with the effective state.
     """
     is_over = record["state"] == states.FAILED or (
-        record["state"] == states.STOPPED and not states.rests_by_itself(record)
+        record["state"] == states.STOPPED and not (states.rests_by_itself(record) or rests_for_sweep(run, record))
     )
     return f"{record['name']} {'failed' if record['state'] == states.FAILED else 'was stopped'}" if is_over else ""
 

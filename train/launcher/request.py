@@ -71,6 +71,7 @@ class Plan:
         warnings: What the user should know, one line each.
         ranks: Number of ranks on this machine.
         visible: The GPUs that the ranks see, as in CUDA_VISIBLE_DEVICES; None: all.
+        has_evaluation: Whether the task has an evaluation set.
         task, config: What was checked. Known only in the process that has checked it, because their classes may be
             the task's own.
     """
@@ -81,6 +82,7 @@ class Plan:
     warnings: list[str] = dataclasses.field(default_factory=list)
     ranks: int = 1
     visible: str | None = None
+    has_evaluation: bool = False
     task: Any = None
     config: Any = None
 

@@ -11,6 +11,7 @@ from ..run.record import Record
 from ..run.run_folder import Run
 from ..run.spec import spec_of
 from ..supervise import attempts
+from ..sweeps.kept import rests_for_sweep
 
 
 def stop(run: Run, program: programs.Program, *, now: bool) -> tuple[int, str]:
@@ -26,7 +27,8 @@ def stop(run: Run, program: programs.Program, *, now: bool) -> tuple[int, str]:
                 screen.remark(program.stop_remark.format(name=run.name))
             ask_to_stop(run, states.NOW if now else states.POLITE)
         record = run.read_effective()
-        if not (record["state"] in (states.INTERRUPTED, states.COPY) or states.rests_by_itself(record)):
+        is_resumed = record["state"] in (states.INTERRUPTED, states.COPY) or states.rests_by_itself(record)
+        if not (is_resumed or rests_for_sweep(run, record)):
             return how_it_stands(record)
         lock = run.acquire()
         if lock is not None:  # else a resume has just begun

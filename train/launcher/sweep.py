@@ -116,8 +116,9 @@ def _read_by(record: Mapping[str, Any], launch: Mapping[str, Any]) -> dict[str, 
 def _check_fields(sweep: Sweep, runs: Path, plan: Plan) -> None:
     """Check the fields of all trials, given the plan of the first one, without building their data again."""
     from .. import config as configuration
-    from ..build import schedule
+    from ..build import objects
     from .batches import cut_batch
+    from .checks import check_rungs
 
     if plan.config.checkpoint.mirror:
         raise Refused("--checkpoint.mirror: the trials of a sweep cannot share one mirror; leave it out")
@@ -129,8 +130,9 @@ def _check_fields(sweep: Sweep, runs: Path, plan: Plan) -> None:
                 defaults=plan.task.DEFAULTS, task_file=plan.task.file,
             )  # fmt: skip
             cut_batch(config, plan.ranks, ALONE)
-            if sweep.rungs and (problem := schedule.why_relative(plan.task, config)):
-                raise Refused(f"--rungs: {problem}")
+            if sweep.rungs:
+                cut = objects.plan_of(config, plan.record["samples"])
+                check_rungs(sweep.rungs, plan.task, config, cut=cut, has_evaluation=plan.has_evaluation)
         except Refused as error:
             said = " ".join(f"{field}={value}" for field, value in parameters.items())
             raise Refused(f"{error} ({name}: {said})") from None

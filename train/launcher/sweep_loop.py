@@ -88,7 +88,7 @@ class Loop:
             failed = [one for one in trials if one.has_failed]
             self._before = {one.name for one in failed} if self._before is None else self._before
             new = [one for one in failed if one.name not in self._before]
-            if len(new) >= _FIRST and not any(one.state == states.FINISHED for one in trials):
+            if len(new) >= _FIRST and not any(one.has_reached_rung for one in trials):
                 whole = f"the first {_FIRST} trials failed: {new[0].reason} ({new[0].name})"
                 return self._end(Kind.FAILED, f"{whole}; go on all the same: train resume {self._run.name}", trials)
             if problem := self._choose(trials):
@@ -126,7 +126,7 @@ class Loop:
             one = self._ended.get(name) or kept.look(self._run.path.parent, name, self._sweep, known=known)
             if one.state in (states.RUNNING, states.FINISHED):  # a refusal may have met a moment between two states
                 self._refusals.pop(name, None)
-            elif self._refusals[name] >= _TRIES and not one.is_live:
+            elif self._refusals[name] >= _TRIES and not Run(self._run.path.parent / name).alive():
                 reason = (known.get(kept.NOT_STARTED) or {}).get(name, one.reason)
                 one = Trial(name, one.parameters, states.FAILED, reason=reason)
             if not (one.is_live or self._is_open(one)):
@@ -157,10 +157,17 @@ class Loop:
         entered, metric = list(trials), Metric.read(self._sweep.by)
         for rung in self._sweep.rungs:
             if str(rung) not in self._chosen:
+                names = [one.name for one in entered]
                 if not entered or any(one.is_live or self._is_open(one) for one in entered):
                     return ""
+                self._ended.clear()  # a decision stays: look at all once more, a user may have resumed one
+                entered = [one for one in self._look() if one.name in names]
+                if any(one.is_live or self._is_open(one) for one in entered):
+                    return ""
+                if all(one.has_failed for one in entered):
+                    return ""
                 best = kept.best_at(rung, self._run.path.parent, self._sweep, entered=entered)
-                if not best and any(not one.has_failed for one in entered):
+                if not best:
                     return f"no trial has {self._sweep.by} after step {rung}; see: train ls {self._run.name}"
                 repeated = self._sweep.space.repeat
                 is_decided = len(kept.rows([one for one in entered if one.name in best], repeated, metric)) == 1
@@ -175,17 +182,14 @@ class Loop:
         return ""
 
     def _has_ended(self, one: Trial) -> bool:
-        return one.state in (states.FINISHED, states.FAILED, kept.GONE) or self._is_left_out(one)
-
-    def _is_left_out(self, one: Trial) -> bool:
-        """Whether others were better at a rung."""
-        return str(one.rung) in self._chosen and one.name not in self._chosen[str(one.rung)]
+        return kept.has_ended(one, self._chosen)
 
     def _start(self, one: Trial) -> None:
         """Start a trial, or resume it. A refusal counts as a failure when it was tried again."""
         runs, name = self._run.path.parent, one.name
         said = " ".join(f"{field}={value}" for field, value in one.parameters.items())
-        if name in tmux.checking(runs):  # a killed loop has asked for it
+        is_ending = one.state != WAITING and Run(runs / name).alive()  # it records its end first
+        if is_ending or name in tmux.checking(runs):  # a killed loop has asked for it
             time.sleep(_LOOK_EVERY)
             return
         rung = kept.next_rung(self._sweep, name, self._chosen)
@@ -240,12 +244,15 @@ class Loop:
 
     def _conclude(self, trials: Sequence[Trial]) -> int:
         failed = [one for one in trials if one.has_failed]
+        again = f"; again: train sweep {self._run.name} --retry-failed"
+        if not kept.open_failures(self._sweep, trials, self._chosen):
+            again = ""  # the others were compared without them
         others = [one for one in trials if not self._has_ended(one)]
         parts = [
             f"{len(found)} of {len(trials)} trials {verb} ({', '.join(one.name for one in found[:3])}"
             f"{', …' if found[3:] else ''}){way}"
             for found, verb, way in (
-                (failed, "failed", f"; again: train sweep {self._run.name} --retry-failed"),
+                (failed, "failed", again),
                 (others, "did not finish", ""),
             )
             if found

@@ -106,7 +106,7 @@ def _wait_for_runs(run: Run, after: Iterable[str], look: Callable[[], None], tel
                 if not other.is_gone():
                     continue  # it cannot be read now
                 raise _Over(states.STOPPED, f"stopped, because {name}, for which it waited, is gone", AFTER) from None
-            if why := leasing.why_never(record):
+            if why := leasing.why_never(other, record):
                 raise _Over(states.STOPPED, f"stopped, because {why}, for which it waited", AFTER)
             if record["state"] == states.FINISHED:
                 left.remove(name)

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from .. import programs
+from .. import programs, signals
 from ..cluster import jobs
 from ..programs import Program
 from ..run import best, environment, folders, heartbeat, metrics, states
@@ -421,7 +421,7 @@ def next_command(record: Record) -> str:
         states.CREATED: watch,
         states.QUEUED: f"{watch}; take it out: train stop {name}",
         states.RUNNING: f"{watch}; save and stop: train stop {name}",
-        states.STOPPED: f"{again}: {resume}",
+        states.STOPPED: f"{again}{' without its sweep' * (record['stopped_by'] == signals.RUNG)}: {resume}",
         states.INTERRUPTED: f"{again}: {resume}",
         states.COPY: f"adopt and continue: {resume} (this executes the code in the run folder)",
         states.OTHER_FORMAT: f"look: train logs {name}; remove: train rm {name}",

@@ -60,17 +60,18 @@ class Metric(NamedTuple):
 
     def of(self, run: Run, record: Record) -> float | None:
         """Return the value of a run; None: it has none. Without evaluations the loss is that of training."""
-        found = best.values_of(run, bool(record.get("script"))).get(self.name)
-        if found:
+        values = best.values_of(run, bool(record.get("script")))
+        if found := values.get(self.name):
             return found[-1] if self.is_last else self.best_of(found)
-        return record.get("loss") if self.name == "loss" else None
+        return record.get("loss") if self.name == "loss" and not values else None
 
     def at(self, run: Run, rung: int) -> float | None:
         """Return the value that a run of a task had after this step; None: it had none."""
-        found = best.values_of(run, False, rung).get(self.name)
-        if found:
+        values = best.values_of(run, False, rung)
+        if found := values.get(self.name):
             return found[-1] if self.is_last else self.best_of(found)
-        lines = [line for line in metrics.each(run) if line["step"] <= rung] if self.name == "loss" else []
+        is_trained = self.name == "loss" and not values
+        lines = [line for line in metrics.each(run) if line["step"] <= rung] if is_trained else []
         return figures_of(lines[-1]).get("loss") if lines else None
 
 
@@ -125,7 +126,9 @@ class Sweep:
     def wants(self, other: Sweep) -> bool:
         """Whether another sweep asks for the same trials."""
         volatile = {"command_line", "visible", "ticket"}
-        launches = [{key: value for key, value in one.launch.items() if key not in volatile} for one in (self, other)]
+        launches = [
+            {key: value for key, value in one.launch.items() if value and key not in volatile} for one in (self, other)
+        ]
         same_space = other.space in (self.space, self.asked)
         return launches[0] == launches[1] and same_space and self.metric == other.metric
 
@@ -177,7 +180,9 @@ class Trial:
     record: Record | None = None
     """run.json with the effective state; None: it was not launched."""
     value: float | None = None
-    """Of the metric; None until it has finished, or is at a rung."""
+    """Of the metric; None until it has finished, or has reached a rung."""
+    reached: float = math.inf
+    """How far it was compared, where that differs: a rung, a little more for one that continues, infinite: its end."""
 
     @property
     def has_failed(self) -> bool:
@@ -192,11 +197,6 @@ class Trial:
     @property
     def has_reached_rung(self) -> bool:
         return bool(self.rung) or self.state == states.FINISHED
-
-    @property
-    def reached(self) -> float:
-        """How far it was compared: 0, a rung, or infinite for its end."""
-        return math.inf if self.state == states.FINISHED else self.rung
 
     @property
     def said(self) -> str:
@@ -230,9 +230,15 @@ def look(runs: Path, name: str, sweep: Sweep, *, known: Record) -> Trial:
         return Trial(name, parameters, states.FAILED, reason=why)
     made = Trial(name, parameters, record["state"], reason=record.get("reason") or "", record=record)
     metric = Metric.read(sweep.by)
-    if made.rung:
-        return dataclasses.replace(made, value=metric.at(run, made.rung))
-    return dataclasses.replace(made, value=metric.of(run, record) if made.state == states.FINISHED else None)
+    if made.state == states.FINISHED:
+        last = [rung for rung in sweep.rungs if rung <= record["step"]]
+        reached = math.inf if len(last) == len(sweep.rungs) else last[-1] if last else 0  # stopped early
+        return dataclasses.replace(made, value=metric.of(run, record), reached=reached)
+    chosen = [rung for rung in sweep.rungs if name in (known.get(CHOSEN) or {}).get(str(rung), ())]
+    rung = max([made.rung, *chosen])
+    if not rung or made.has_failed:
+        return made
+    return dataclasses.replace(made, value=metric.at(run, rung), reached=rung + (0.5 if rung in chosen else 0.0))
 
 
 def next_rung(sweep: Sweep, name: str, chosen: Mapping[str, Collection[str]]) -> int:
@@ -242,6 +248,38 @@ def next_rung(sweep: Sweep, name: str, chosen: Mapping[str, Collection[str]]) ->
         chosen: Field CHOSEN of the sweep.
     """
     return next((rung for rung in sweep.rungs if name not in chosen.get(str(rung), ())), 0)
+
+
+def is_left_out(one: Trial, chosen: Mapping[str, Collection[str]]) -> bool:
+    """Whether others were better at the rung at which a trial has stopped.
+
+    Args:
+        chosen: Field CHOSEN of the sweep.
+    """
+    return str(one.rung) in chosen and one.name not in chosen[str(one.rung)]
+
+
+def has_ended(one: Trial, chosen: Mapping[str, Collection[str]]) -> bool:
+    """Whether nothing of a trial is left to do, or it has failed; `chosen` as in `is_left_out`."""
+    return one.state in (states.FINISHED, states.FAILED, GONE) or is_left_out(one, chosen)
+
+
+def open_failures(sweep: Sweep, trials: Sequence[Trial], chosen: Mapping[str, Collection[str]]) -> list[Trial]:
+    """Return the failed trials that may be started again: no rung was decided without them; `chosen` as in
+    `is_left_out`."""
+    return [one for one in trials if one.has_failed and str(next_rung(sweep, one.name, chosen)) not in chosen]
+
+
+def rests_for_sweep(run: Run, record: Record) -> bool:
+    """Whether a trial has stopped at a rung from which its sweep, which lives, may still let it continue."""
+    if record["stopped_by"] != signals.RUNG or record["state"] != states.STOPPED:
+        return False
+    sweep = Run(run.path.parent / run.name.rpartition("-")[0])
+    with contextlib.suppress(Refused, OSError):  # the sweep is gone
+        known = sweep.read()
+        chosen = (known.get(CHOSEN) or {}).get(str(record.get("rung")))
+        return known.get("sweep") == record.get(OF) and sweep.alive() and (chosen is None or run.name in chosen)
+    return False
 
 
 def best_at(rung: int, runs: Path, sweep: Sweep, *, entered: Sequence[Trial]) -> list[str]:
@@ -254,7 +292,9 @@ def best_at(rung: int, runs: Path, sweep: Sweep, *, entered: Sequence[Trial]) ->
     """
     metric = Metric.read(sweep.by)
     found = [
-        dataclasses.replace(one, value=metric.at(Run(runs / one.name), rung) if one.has_reached_rung else None)
+        dataclasses.replace(
+            one, value=metric.at(Run(runs / one.name), rung) if one.has_reached_rung else None, reached=math.inf
+        )
         for one in entered
     ]
     order = rows(found, [*sweep.space.repeat], metric)
@@ -305,8 +345,8 @@ class Row(NamedTuple):
 
     @property
     def reached(self) -> float:
-        """How far the trials that came furthest are: a rung, or infinite for the end."""
-        return max(one.reached for one in self.trials)
+        """How far the trials that came furthest are, as `Trial.reached`."""
+        return max((one.reached for one in self.trials if one.value is not None), default=0.0)
 
     @property
     def values(self) -> list[float]:

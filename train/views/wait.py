@@ -14,6 +14,7 @@ from ..launcher import keeper, keeper_sign, resumable
 from ..monitor.status import RunStatus, here
 from ..run import states
 from ..run.run_folder import Run
+from ..sweeps.kept import rests_for_sweep
 from .follow import Changes, end_line
 
 EXIT_TIMEOUT = 124
@@ -95,7 +96,7 @@ class _Awaited:
 
     def _is_over(self, one: RunStatus, now: float) -> bool:
         """Whether the state of a run of this station stays until its user changes it."""
-        if one.state in (states.RUNNING, states.QUEUED):
+        if one.state in (states.RUNNING, states.QUEUED) or rests_for_sweep(self._run, one.record):
             return False
         is_alive = self._run.alive()
         if (one.state, is_alive) != self._seen:

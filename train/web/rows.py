@@ -103,13 +103,14 @@ def of_sweep(place: Place, one: RunStatus, trials: list[RunStatus]) -> dict[str,
         sweep = None
     count = len(sweep.trials) if sweep is not None else len(trials)
     trials = [trial for trial in trials if sweep is None or trial.name in sweep.trials]
-    done = sum(trial.state == states.FINISHED for trial in trials)
+    finished = sum(trial.state == states.FINISHED for trial in trials)
+    done = one.step if one.total else finished  # the sweep counts those that failed, are left out or removed, too
     counts = [
         f"{number} {place.t.get(state)}"
         for state in (states.RUNNING, states.QUEUED, states.FAILED, states.STOPPED, states.INTERRUPTED)
         if (number := sum(trial.state == state for trial in trials))
     ]
-    shown = ", ".join([place.t("trials", done, count), *counts])
+    shown = ", ".join([place.t("trials", finished, count), *counts])
     cells = {**of(place, one), "step": shown, "result": "", "sweep": place.t("table")}
     return cells if one.state == states.FINISHED else {**cells, "share": done / count if count else 0.0}
 

@@ -74,7 +74,11 @@ def test_a_wrong_sweep_is_refused_at_once(station: Station, words: tuple[str, ..
         (("--grid", "seed=1,2", "--rungs", "5"), "--schedule.decay cosine depends on the length of the run"),
         (
             ("--grid", "schedule.decay=constant,linear", "--rungs", "15", "--eval.every_steps", "15"),
-            "--schedule.decay linear depends on the length of the run (never-002: schedule.decay=linear)",
+            "--schedule.decay linear depends on the length of the run, so trials would be compared in the middle of it",
+        ),
+        (
+            ("--grid", "steps=12,6", "--rungs", "8", "--eval.every_steps", "4", "--schedule.decay", "constant"),
+            "--rungs 8: a trial ends with step 6; give smaller steps, or longer trials (never-002: steps=6)",
         ),
         (
             ("--grid", "seed=1,2", "--rungs", "5,12", "--steps", "12", "--schedule.decay", "constant"),

@@ -57,6 +57,24 @@ def test_one_that_failed_or_that_its_user_has_stopped_does_not_continue(tmp_path
     assert kept.best_at(RUNG, tmp_path, sweep(by="score"), entered=nothing) == []
 
 
+def test_one_that_finished_early_is_chosen_by_what_it_has_measured_alone(tmp_path: Path) -> None:
+    trials = at_rung(tmp_path, {f"s-{number:03d}": [(3, number / 10)] for number in range(8)})
+    trials[0] = Trial("s-000", trials[0].parameters, states.FINISHED, record=trials[0].record, value=9.0)
+    assert kept.best_at(RUNG, tmp_path, sweep(by="score"), entered=trials) == ["s-006", "s-007"]
+
+
+def test_a_trial_that_continues_stands_before_those_that_were_left_out(tmp_path: Path) -> None:
+    at_rung(tmp_path, {"s-000": [(4, 0.5), (6, 0.4)], "s-001": [(4, 0.3)]})
+    record: dict[str, Any] = {"format": 2, "state": states.STOPPED, "stopped_by": signals.RUNG, "rung": 4, "step": 4}
+    record |= {"trial_of": "x", "attempts": [], "epoch": 1, "metrics": {}, "name": ""}
+    for name, more in (("s-000", {"state": states.FAILED, "stopped_by": None}), ("s-001", {})):
+        (tmp_path / name / "run.json").write_text(json.dumps({**record, **more}))
+    known: Any = {"rungs": {"4": ["s-001"]}}
+    failed, chosen = (kept.look(tmp_path, name, sweep(by="score"), known=known) for name in ("s-000", "s-001"))
+    assert (failed.value, chosen.value, chosen.reached) == (None, 0.3, 4.5)
+    assert not kept.is_left_out(chosen, known["rungs"]) and kept.is_left_out(chosen, {"4": ["s-000"]})
+
+
 def test_a_trial_stops_at_the_first_rung_after_which_it_does_not_continue() -> None:
     made = sweep()
     assert kept.next_rung(made, "s-000", {}) == 4
@@ -66,10 +84,9 @@ def test_a_trial_stops_at_the_first_rung_after_which_it_does_not_continue() -> N
 
 
 def test_a_row_takes_the_mean_of_those_that_came_furthest() -> None:
-    stopped: Any = {"stopped_by": signals.RUNG, "rung": RUNG}
     one = Trial("s-000", {"lr": "0", "seed": "0"}, states.FINISHED, value=0.9)
-    other = Trial("s-001", {"lr": "0", "seed": "1"}, states.STOPPED, record=stopped, value=0.95)
-    last = Trial("s-002", {"lr": "1", "seed": "0"}, states.STOPPED, record=stopped, value=0.99)
+    other = Trial("s-001", {"lr": "0", "seed": "1"}, states.RUNNING, value=0.95, reached=RUNG + 0.5)
+    last = Trial("s-002", {"lr": "1", "seed": "0"}, states.STOPPED, value=0.99, reached=RUNG)
     first, second = kept.rows([last, one, other], ["seed"], kept.Metric.read("score"))
     assert (first.values, first.mean, first.best(kept.Metric.read("score"))) == ([0.9], 0.9, one)
     assert (second.mean, second.best(kept.Metric.read("score"))) == (0.99, last)
