@@ -45,7 +45,7 @@ class Card:
     name: str
     capability: tuple[int, int]
     uuid: str = ""
-    number: int = dataclasses.field(default=-1, compare=False, repr=False)
+    number: int = dataclasses.field(default=-1, compare=False, repr=False, kw_only=True)
     """NVML's, which also counts GPUs that do not answer."""
 
 
@@ -97,7 +97,7 @@ def cards() -> list[Card]:
             with contextlib.suppress(pynvml.NVMLError):  # it fell off the bus
                 handle = pynvml.nvmlDeviceGetHandleByIndex(number)
                 name, uuid = _text(pynvml.nvmlDeviceGetName(handle)), _text(pynvml.nvmlDeviceGetUUID(handle))
-                found.append(Card(name, tuple(pynvml.nvmlDeviceGetCudaComputeCapability(handle)), uuid, number))
+                found.append(Card(name, tuple(pynvml.nvmlDeviceGetCudaComputeCapability(handle)), uuid, number=number))
         pynvml.nvmlShutdown()
     return found
 

@@ -13,9 +13,9 @@ import pytest
 from train import gpus
 from train.gpus import Card
 
-OLD = Card("NVIDIA Quadro K620", (5, 0), "GPU-1f0e2d3c-aaaa", 0)
-NEW = Card("NVIDIA B200", (10, 0), "GPU-8932f937-bbbb", 1)
-OTHER = Card("NVIDIA H100", (9, 0), "GPU-89aaf937-cccc", 2)
+OLD = Card("NVIDIA Quadro K620", (5, 0), "GPU-1f0e2d3c-aaaa", number=0)
+NEW = Card("NVIDIA B200", (10, 0), "GPU-8932f937-bbbb", number=1)
+OTHER = Card("NVIDIA H100", (9, 0), "GPU-89aaf937-cccc", number=2)
 ALL = [OLD, NEW, OTHER]
 
 

@@ -182,7 +182,10 @@ def tell_cards(store: Any, rank: int, cards: list[gpus.Card]) -> None:
 def cards_of(store: Any, ranks: int) -> list[list[gpus.Card]]:
     """Return what the other ranks tell: the GPUs of their machine's ranks; an empty list: unknown."""
     received = [json.loads(store.get(f"cards/{rank}")) for rank in range(1, ranks)]
-    return [[gpus.Card(name, (major, minor), *rest) for name, (major, minor), *rest in cards] for cards in received]
+    return [
+        [gpus.Card(name, (major, minor), uuid, number=number) for name, (major, minor), uuid, number in cards]
+        for cards in received
+    ]
 
 
 def _refuse(store: Any, others: int, error: BaseException) -> None:

@@ -138,7 +138,9 @@ def test_ranks_count_their_gpus_so_too(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_record_of_a_script_names_the_gpu_that_was_asked_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gpus, "cards", lambda: [Card(f"card {n}", (9, 0), uuid, n) for n, uuid in enumerate(HERE)])
+    monkeypatch.setattr(
+        gpus, "cards", lambda: [Card(f"card {n}", (9, 0), uuid, number=n) for n, uuid in enumerate(HERE)]
+    )
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # so that it is afterwards what it was
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     (tmp_path / "script.py").touch()
