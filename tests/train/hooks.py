@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import json
 import threading
-import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -34,6 +33,7 @@ class Hook:
         self.code, self.answer, self.headers = 200, "{}", dict[str, str]()
         self.seconds = 0.0
         """Before each byte of an answer."""
+        self.over = threading.Event()
         hook = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -47,13 +47,13 @@ class Hook:
                 with contextlib.suppress(OSError):
                     for letter in hook.answer.encode():
                         self.wfile.write(bytes([letter]))
-                        time.sleep(hook.seconds)
+                        hook.over.wait(hook.seconds)
 
             def log_message(self, *args: object) -> None:
                 """Print nothing."""
 
         self.server = ThreadingHTTPServer(("127.0.0.1", port), Handler)
-        self.server.daemon_threads = True
+        self.server.daemon_threads = False  # they are joined: a thread left behind would be taken for one of a task
         self.place = f"127.0.0.1:{self.server.server_port}"
         self.url = f"http://{self.place}"
 
@@ -76,5 +76,6 @@ def hook(port: int = 0) -> Iterator[Hook]:
     try:
         yield made
     finally:
+        made.over.set()
         made.server.shutdown()
         made.server.server_close()

@@ -421,7 +421,7 @@ def next_command(record: Record) -> str:
         states.CREATED: watch,
         states.QUEUED: f"{watch}; take it out: train stop {name}",
         states.RUNNING: f"{watch}; save and stop: train stop {name}",
-        states.STOPPED: f"{again}{' without its sweep' * (record['stopped_by'] == signals.RUNG)}: {resume}",
+        states.STOPPED: f"{again}{' without its sweep' * (record.get('stopped_by') == signals.RUNG)}: {resume}",
         states.INTERRUPTED: f"{again}: {resume}",
         states.COPY: f"adopt and continue: {resume} (this executes the code in the run folder)",
         states.OTHER_FORMAT: f"look: train logs {name}; remove: train rm {name}",
