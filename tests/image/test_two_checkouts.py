@@ -149,7 +149,7 @@ def test_a_browser_opens_the_printed_address_and_shows_no_station_the_cookies_of
         for address in addresses:
             page = context.new_page()
             page.goto(address)
-            expect(page.locator(".jp-Notebook").first).to_be_visible(timeout=60_000)  # the welcome notebook
+            expect(page.locator("header .brand")).to_be_visible(timeout=60_000)  # the page with the runs
         mine, others = ({cookie["value"] for cookie in context.cookies(address)} for address in addresses)
     assert mine and others and not mine & others
 
