@@ -30,11 +30,13 @@ class Lab(Web):
             f'c.IdentityProvider.token = "{"a" * 40}"\nc.ServerApp.jpserver_extensions = {{"train.web": True}}\n'
             'c.ServerApp.base_url = "/some/where/"\nc.LabApp.default_url = "/some/where/train/"\n'
         )
+        # without the configuration and the runs of this machine, which may be a station
+        mine = {"HOME": str(folder), "JUPYTER_NO_CONFIG": "1", "TRAIN_RUNS": str(station.runs)}
         with self.log.open("w") as log:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "jupyterlab", "--no-browser", "--allow-root", f"--port={self.port}",
                  "--ServerApp.port_retries=0", f"--config={config}", f"--ServerApp.root_dir={station.folder}"],
-                env=os.environ | station.environment() | {"HOME": str(folder), "JUPYTER_CONFIG_DIR": str(folder)},
+                env=os.environ | station.environment() | mine,
                 stdin=subprocess.DEVNULL, stdout=log, stderr=log, text=True,
             )  # fmt: skip
         eventually("JupyterLab answers", self._answers)
