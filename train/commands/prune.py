@@ -21,6 +21,7 @@ from ..monitor.status import RunStatus, here
 from ..run import best, folders, states
 from ..run.run_folder import Run
 from ..sweeps import kept
+from ..sweeps.space import sweep_name
 from .completion_values import words
 from .options import add_names, matching
 from .parser import Parser
@@ -178,7 +179,7 @@ def _check(one: RunStatus) -> None:
         raise Refused(f"{name} was not started here, or was copied or changed by hand; it is not pruned")
     if record.get("sweep"):
         raise Refused(f"{name} is a sweep; prune its trials: train prune '{name}-*'")
-    sweep = Run(run.path.parent / name.rpartition("-")[0])
+    sweep = Run(run.path.parent / sweep_name(name))
     if record.get(kept.OF) and sweep.alive():
         raise Refused(f"{name} is a trial of {sweep.name}, which is under way; first: train stop {sweep.name}")
     if url := process.url_of(run):

@@ -14,6 +14,7 @@ from ..launcher import tmux
 from ..mirror import state
 from ..run import folders
 from ..sweeps.kept import note_removed, own_runs
+from ..sweeps.space import sweep_name
 from .options import add_names, matching
 from .parser import Parser
 
@@ -51,7 +52,7 @@ def run(options: Namespace, runs: Path) -> int:
         sizes = [folders.size_of(run.folder) for run in found]
         gone = {run.name for run in found}
         for run in found:
-            if run.name.rpartition("-")[0] not in gone:
+            if sweep_name(run.name) not in gone:
                 note_removed(run)
         for run in reversed(every):
             folders.delete_locked(run)

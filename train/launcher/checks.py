@@ -10,7 +10,7 @@ import contextlib
 import dataclasses
 import enum
 import os
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ import torch
 
 from .. import config as configuration
 from .. import doing, gpus
-from ..build import cores, objects, schedule
+from ..build import cores, schedule
 from ..build.reads import recording
 from ..code import changes
 from ..code.imports import kept
@@ -26,14 +26,12 @@ from ..code.source import of_task, unused_warning
 from ..config import Config, decays, strategies
 from ..data import fingerprint, probe
 from ..data.fetch import EVALUATION, TRAINING, is_indexed_at_once
-from ..data.plan import Plan as EpochPlan
 from ..errors import Refused
 from ..parallel.devices import check_fork, check_kernels, pick_device
 from ..parallel.precision import Precision, auto, lacks_tf32
 from ..run.ownership import MODULES
 from ..tasks import Task
 from ..trainer import trace
-from ..trainer.intervals import Intervals
 from ..trainer.loggers import wandb
 from . import (
     batch_norm,
@@ -45,6 +43,7 @@ from . import (
     metric_names,
     past_run,
     rate_change,
+    rungs,
     unused_fields,
 )
 from .batches import check_ranks, cut_batch
@@ -224,29 +223,7 @@ def _schedule(case: Case) -> None:
 
 def _rungs(case: Case) -> None:
     if case.request is not None and case.request.rungs:
-        check_rungs(case.request.rungs, case.task, case.config, cut=case.cut, has_evaluation=bool(case.eval_sets))
-
-
-def check_rungs(rungs: Sequence[int], task: Task, config: Config, *, cut: EpochPlan, has_evaluation: bool) -> None:
-    """Check that a trial of a sweep can be compared after these steps.
-
-    Args:
-        cut: How an epoch is cut into batches.
-
-    Raises:
-        Refused: it ends before, has no evaluation by then, or its learning rate depends on its length.
-    """
-    total = objects.total_steps(config, cut)
-    if rungs[-1] >= total:
-        raise Refused(f"--rungs {rungs[-1]}: a trial ends with step {total}; give smaller steps, or longer trials")
-    if problem := schedule.why_relative(task, config):
-        raise Refused(
-            f"--rungs: {problem}, so trials would be compared in the middle of it; give it a length of its "
-            "own, --schedule.total_epochs N, or --schedule.decay constant"
-        )
-    evaluates = Intervals.of(config, cut, total, has_evaluation).evaluates
-    if has_evaluation and not any(map(evaluates, range(1, rungs[0] + 1))):
-        raise Refused(f"--rungs {rungs[0]}: no evaluation comes before; give --eval.every_steps {rungs[0]}")
+        rungs.check(case.request.rungs, case.task, case.config, cut=case.cut, has_evaluation=bool(case.eval_sets))
 
 
 def _trace(case: Case) -> None:

@@ -117,8 +117,8 @@ def _check_fields(sweep: Sweep, runs: Path, plan: Plan) -> None:
     """Check the fields of all trials, given the plan of the first one, without building their data again."""
     from .. import config as configuration
     from ..build import objects
+    from . import rungs
     from .batches import cut_batch
-    from .checks import check_rungs
 
     if plan.config.checkpoint.mirror:
         raise Refused("--checkpoint.mirror: the trials of a sweep cannot share one mirror; leave it out")
@@ -132,7 +132,7 @@ def _check_fields(sweep: Sweep, runs: Path, plan: Plan) -> None:
             cut_batch(config, plan.ranks, ALONE)
             if sweep.rungs:
                 cut = objects.plan_of(config, plan.record["samples"])
-                check_rungs(sweep.rungs, plan.task, config, cut=cut, has_evaluation=plan.has_evaluation)
+                rungs.check(sweep.rungs, plan.task, config, cut=cut, has_evaluation=plan.has_evaluation)
         except Refused as error:
             said = " ".join(f"{field}={value}" for field, value in parameters.items())
             raise Refused(f"{error} ({name}: {said})") from None

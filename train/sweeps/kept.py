@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import json
 import math
 import statistics
@@ -20,7 +21,7 @@ from ..run import best, durable, metrics, states
 from ..run.metrics import figures_of
 from ..run.record import Record
 from ..run.run_folder import Run
-from .space import Parameters, Space, numbered
+from .space import Parameters, Space, numbered, sweep_name
 
 FILE = "sweep.json"
 OF: Literal["trial_of"] = "trial_of"
@@ -61,18 +62,23 @@ class Metric(NamedTuple):
     def of(self, run: Run, record: Record) -> float | None:
         """Return the value of a run; None: it has none. Without evaluations the loss is that of training."""
         values = best.values_of(run, bool(record.get("script")))
-        if found := values.get(self.name):
-            return found[-1] if self.is_last else self.best_of(found)
-        return record.get("loss") if self.name == "loss" and not values else None
+        return record.get("loss") if self._is_of_training(values) else self._among(values)
 
     def at(self, run: Run, rung: int) -> float | None:
         """Return the value that a run of a task had after this step; None: it had none."""
         values = best.values_of(run, False, rung)
-        if found := values.get(self.name):
-            return found[-1] if self.is_last else self.best_of(found)
-        is_trained = self.name == "loss" and not values
-        lines = [line for line in metrics.each(run) if line["step"] <= rung] if is_trained else []
+        if not self._is_of_training(values):
+            return self._among(values)
+        lines = [line for line in metrics.each(run) if line["step"] <= rung]
         return figures_of(lines[-1]).get("loss") if lines else None
+
+    def _is_of_training(self, values: Mapping[str, Sequence[float]]) -> bool:
+        return self.name == "loss" and not values
+
+    def _among(self, values: Mapping[str, Sequence[float]]) -> float | None:
+        """Return the value among those of each metric."""
+        found = values.get(self.name)
+        return (found[-1] if self.is_last else self.best_of(found)) if found else None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -136,8 +142,7 @@ class Sweep:
         """Return the sweep with the trials of a larger space. Those that it has keep their names."""
         known = [*self.trials.values()]
         new = [parameters for parameters in space.cells() if parameters not in known]
-        stem = next(iter(self.trials)).rpartition("-")[0]
-        names = numbered(stem, len(known) + len(new))[len(known) :]
+        names = numbered(sweep_name(next(iter(self.trials))), len(known) + len(new))[len(known) :]
         trials = {**self.trials, **dict(zip(names, new, strict=True))}
         return dataclasses.replace(self, space=space, asked=self.asked or self.space, trials=trials)
 
@@ -238,7 +243,19 @@ def look(runs: Path, name: str, sweep: Sweep, *, known: Record) -> Trial:
     rung = max([made.rung, *chosen])
     if not rung or made.has_failed:
         return made
-    return dataclasses.replace(made, value=metric.at(run, rung), reached=rung + (0.5 if rung in chosen else 0.0))
+    value = _value_at(metric, run.path, record.get("created"), rung)
+    return dataclasses.replace(made, value=value, reached=rung + (0.5 if rung in chosen else 0.0))
+
+
+@functools.lru_cache(4096)
+def _value_at(metric: Metric, folder: Path, created: str | None, rung: int) -> float | None:
+    """Do as `Metric.at`, reading the metrics of a run once: they no longer change where it has been. A sweep looks at
+    the trials that continue twice a second.
+
+    Args:
+        created: When the run was created: another one may get its name.
+    """
+    return metric.at(Run(folder), rung)
 
 
 def next_rung(sweep: Sweep, name: str, chosen: Mapping[str, Collection[str]]) -> int:
@@ -274,7 +291,7 @@ def rests_for_sweep(run: Run, record: Record) -> bool:
     """Whether a trial has stopped at a rung from which its sweep, which lives, may still let it continue."""
     if record["stopped_by"] != signals.RUNG or record["state"] != states.STOPPED:
         return False
-    sweep = Run(run.path.parent / run.name.rpartition("-")[0])
+    sweep = Run(run.path.parent / sweep_name(run.name))
     with contextlib.suppress(Refused, OSError):  # the sweep is gone
         known = sweep.read()
         chosen = (known.get(CHOSEN) or {}).get(str(record.get("rung")))
@@ -310,7 +327,7 @@ def look_at_all(run: Run, sweep: Sweep) -> list[Trial]:
 
 def note_removed(run: Run) -> None:
     """Note in the record of its sweep that a run is removed, if it is a trial, so that it is not made again."""
-    sweep = Run(run.path.parent / run.name.rpartition("-")[0])
+    sweep = Run(run.path.parent / sweep_name(run.name))
 
     def change(record: Record) -> None:
         record["removed_trials"] = [*record.get(REMOVED, ()), run.name]

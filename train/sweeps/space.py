@@ -249,6 +249,11 @@ class _Drawn:
         return repr(min(max(rounded, self.least), self.most))
 
 
+def sweep_name(trial: str) -> str:
+    """Return the name of the sweep of a trial: lr of lr-001. Of another run it is that of no sweep, or not its own."""
+    return trial.rpartition("-")[0]
+
+
 def numbered(name: str, count: int) -> list[str]:
     """Return the names of the trials of a sweep: lr-001, lr-002, …"""
     return [f"{name}-{number:03d}" for number in range(1, count + 1)]

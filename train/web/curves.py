@@ -12,7 +12,7 @@ from markupsafe import Markup
 from ..monitor.status import RunStatus
 from ..run import metrics
 from ..views import cell
-from .look import Look
+from .look import Look, key_of
 
 _MACHINE = (*metrics.Speed.__annotations__, "lr", "grad_norm")
 """Figures of how training runs, not of what it has learned. Folded on the page."""
@@ -40,9 +40,7 @@ def of(look: Look, one: RunStatus) -> dict[str, Any]:
     lines = metrics.sampled(one.run)
     evaluated = [line for line in lines if metrics.is_evaluation(line)]
     if is_sampled := one.run.metrics.exists() and one.run.metrics.stat().st_size > metrics.WHOLE:
-        evaluated = look.kept(
-            ("eval", one.name, str(one.record.get("created"))), _EVERY, lambda: metrics.evaluations(one.run)
-        )
+        evaluated = look.kept(key_of("eval", one), _EVERY, lambda: metrics.evaluations(one.run))
     trained: list[Any] = [line for line in lines if not metrics.is_evaluation(line)]
     evaluated = evaluated[:: len(evaluated) // _MOST_POINTS + 1]
     steps, times = [0], [0.0]

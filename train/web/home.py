@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 from urllib.parse import quote
 
@@ -13,6 +13,7 @@ from ..leases import devices
 from ..monitor.status import RunStatus
 from ..run import folders, states
 from ..run.run_folder import seconds_of
+from ..sweeps.space import sweep_name
 from . import rows
 from .look import Look, Place
 
@@ -43,7 +44,8 @@ def content(place: Place, query: str, page: int, *, since: float = 0.0) -> dict[
 
 def _facts(place: Place, query: str, page: int) -> Any:
     t, found = place.t, place.look.found()
-    sweeps, hidden = _sweeps(found), _trials(found)
+    sweeps = _sweeps(found)
+    hidden = _trials(sweeps)
     shown = [one for one in found if _matches(one, query) and (query or one.name not in hidden)]
     live, ended = [one for one in shown if one.is_alive], [one for one in shown if not one.is_alive]
     pages = max(-(-len(ended) // _PAGE), 1)
@@ -79,14 +81,14 @@ def _sweeps(found: Sequence[RunStatus]) -> dict[str, list[RunStatus]]:
     for one in found:
         if one.trial_of in sweeps and one.state != states.COPY:
             sweep, trials = sweeps[one.trial_of]
-            if one.owner == sweep.owner and one.name.rpartition("-")[0] == sweep.name:
+            if one.owner == sweep.owner and sweep_name(one.name) == sweep.name:
                 trials.append(one)
     return {name: trials for name, (_, trials) in sweeps.items()}
 
 
-def _trials(found: Sequence[RunStatus]) -> set[str]:
-    """Return the names of the runs that are shown with their sweep."""
-    return {one.name for trials in _sweeps(found).values() for one in trials}
+def _trials(sweeps: Mapping[str, Sequence[RunStatus]]) -> set[str]:
+    """Return the names of the runs that are shown with their sweep, given what `_sweeps` returns."""
+    return {one.name for trials in sweeps.values() for one in trials}
 
 
 def latest(look: Look) -> str:
@@ -130,7 +132,7 @@ def _news(place: Place, since: float) -> list[dict[str, Any]]:
     """Return what happened since then: failures first, then what was restarted and goes on, then what ended well."""
     order = [states.FAILED, states.INTERRUPTED, states.COPY, states.RUNNING, states.STOPPED, states.FINISHED]
     every = place.look.found()
-    hidden = _trials(every)
+    hidden = _trials(_sweeps(every))
     found = [one for one in every if one.state in order and one.name not in hidden]
     changed = [one for one in found if (_deaths(one, since) if one.is_alive else one.last_change >= since)]
     changed.sort(key=lambda one: order.index(one.state))

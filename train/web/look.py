@@ -60,6 +60,11 @@ class Place:
         return f"{self.base}run/{name}" if folders.is_name(name) else ""
 
 
+def key_of(what: str, one: RunStatus, *more: str) -> tuple[str, ...]:
+    """Return the key of what is kept of a run. Another run may get its name."""
+    return what, one.name, str(one.record.get("created")), *more
+
+
 class _Job(Future[T]):
     """A call for the thread of the pages."""
 

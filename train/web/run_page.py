@@ -20,7 +20,7 @@ from ..run import best, durable, environment, folders, progress_lines, states
 from ..run.run_folder import seconds_of
 from ..views import listing, settings, sweep
 from . import curves, rows
-from .look import Look, Place
+from .look import Look, Place, key_of
 
 _LOG, _LINES = 1 << 16, 400
 """Maximum number of bytes and lines of a log on the page."""
@@ -100,11 +100,6 @@ def whole(place: Place, name: str, asked: Asked) -> tuple[dict[str, Any], Markup
     return data, curves.svg(place.look.one(name)), [one for one in others if one != name][:_MOST_RANKS]
 
 
-def _key(what: str, one: RunStatus, *more: str) -> tuple[str, ...]:
-    """Return the key of what is kept of a run. Another run may get its name."""
-    return what, one.name, str(one.record.get("created")), *more
-
-
 # --- the log
 
 
@@ -167,12 +162,12 @@ def _attempts(place: Place, one: RunStatus) -> list[dict[str, Any]]:
 
 def _checkpoints(place: Place, one: RunStatus) -> list[dict[str, Any]]:
     found = []
-    best_one = place.look.kept(_key("best", one), _FACTS, lambda: best.best(one.run, one.spec.best_by))
+    best_one = place.look.kept(key_of("best", one), _FACTS, lambda: best.best(one.run, one.spec.best_by))
     for step in sorted(one.run.steps_saved(), reverse=True)[:_MOST_CHECKPOINTS]:
         path = one.run.checkpoint(step)
         with contextlib.suppress(OSError):
             when = path.stat().st_mtime
-            key = _key("size", one, str(step), str(when))
+            key = key_of("size", one, str(step), str(when))
             count = place.look.kept(key, _SIZES, lambda path=path: folders.size_of(path))  # type: ignore[misc]
             is_best = best_one is not None and best_one.step == step
             found.append({
@@ -202,7 +197,7 @@ def _hidden(name: str, value: str) -> str:
 
 
 def _facts(place: Place, one: RunStatus) -> list[dict[str, Any]]:
-    every = place.look.kept(_key("facts", one), _FACTS, lambda: list(listing.facts(one)))
+    every = place.look.kept(key_of("facts", one), _FACTS, lambda: list(listing.facts(one)))
     facts = [(label, value) for label, value in every if value not in (None, "", {}, [])]
     return [{"key": label, "label": label, "value": str(value)} for label, value in facts]
 
@@ -246,7 +241,7 @@ def _sweep_table(place: Place, one: RunStatus) -> list[list[Any]]:
             return [[*heads[: -len(sweep.HEADS)], metric.name], *lines]
         return [[""]]
 
-    return place.look.kept(_key("sweep", one), _SWEEPS, table)
+    return place.look.kept(key_of("sweep", one), _SWEEPS, table)
 
 
 def _trials(place: Place, one: RunStatus) -> list[dict[str, Any]]:
@@ -272,7 +267,7 @@ def _compare(place: Place, shown: Sequence[RunStatus]) -> list[dict[str, Any]]:
     """Return rows of what differs between runs, and their last and best values; a column for each run."""
     if len(shown) < 2:
         return []
-    key = tuple(part for one in shown for part in _key("bests", one))
+    key = tuple(part for one in shown for part in key_of("bests", one))
     tops = place.look.kept(key, _BESTS, lambda: _bests(shown))
     flats = [settings.compared(one.spec, one.record.get("world_size")) for one in shown]
     table: list[tuple[str, list[str]]] = [(place.t("state"), [rows.head(place, one)["label"] for one in shown])]
