@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 from conftest import OWNER, Station, copy_checkout, run
-from playwright.sync_api import expect, sync_playwright
+from playwright.sync_api import Page, expect
 
 from tests.waiting import eventually
 
@@ -141,16 +141,13 @@ def test_two_stations_share_nothing_and_are_both_healthy(first: Checkout, second
 
 
 def test_a_browser_opens_the_printed_address_and_shows_no_station_the_cookies_of_another(
-    first: Checkout, second: Checkout
+    first: Checkout, second: Checkout, page: Page
 ) -> None:
     addresses = [one.make("url").stdout.strip() for one in (first, second)]
-    with sync_playwright() as playwright:
-        context = playwright.chromium.launch(executable_path="/usr/bin/chromium", args=["--no-sandbox"]).new_context()
-        for address in addresses:
-            page = context.new_page()
-            page.goto(address)
-            expect(page.locator("header .brand")).to_be_visible(timeout=60_000)  # the page with the runs
-        mine, others = ({cookie["value"] for cookie in context.cookies(address)} for address in addresses)
+    for address in addresses:
+        page.goto(address)
+        expect(page.locator("header .brand")).to_be_visible()  # the page with the runs
+    mine, others = ({cookie["value"] for cookie in page.context.cookies(address)} for address in addresses)
     assert mine and others and not mine & others
 
 
