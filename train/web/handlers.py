@@ -136,12 +136,13 @@ class Page(JupyterHandler):
             raise HTTPError(403)
         return str(super().get_login_url())
 
-    def page(self, template: str, **values: Any) -> str:
-        """Return a page as text."""
+    def page(self, template: str, **values: Any) -> Callable[..., str]:
+        """Begin a page. Return what writes its text, with further values; any thread may call that."""
         self.set_header("Cache-Control", "no-store")
         self.set_header("Referrer-Policy", "same-origin")
-        return self.files.templates.get_template(template).render(
-            t=self.texts, place=self.place, nonce=self.nonce, files=self.files, xsrf=self.xsrf_token.decode(), **values,
+        return functools.partial(
+            self.files.templates.get_template(template).render, t=self.texts, place=self.place, nonce=self.nonce,
+            files=self.files, xsrf=self.xsrf_token.decode(), **values,
         )  # fmt: skip
 
     async def send(self, make: Callable[..., Any], *arguments: Any, **named: Any) -> None:
@@ -181,7 +182,7 @@ class Page(JupyterHandler):
         if isinstance(error, HTTPError) and error.log_message and status_code in (*range(400, 500), 503):
             line = errors.one_line(error.log_message % error.args if error.args else error.log_message)
         if self.is_page:
-            self.finish(self.page("problem.html", line=line, api="", data={"lists": {}}))
+            self.finish(self.page("problem.html", line=line, api="", data={"lists": {}})())
         else:
             self.set_header("Content-Type", "application/json")
             self.finish(json.dumps({"problem": line}))
@@ -193,12 +194,8 @@ class Home(Page):
     @authenticated
     async def get(self) -> None:
         query, page = self.get_query_argument("q", "")[:_LONGEST], self.number("page", 1)
-
-        def made() -> str:
-            data = home.content(self.place, query, page)
-            return self.page("home.html", data=data, query=query, api=self.base + "api/home")
-
-        self.finish(await self.tell(made))
+        write = self.page("home.html", query=query, api=self.base + "api/home")
+        self.finish(await self.tell(lambda: write(data=home.content(self.place, query, page))))
 
 
 class HomeFacts(Page):
@@ -217,10 +214,11 @@ class OneRun(Page):
 
     @authenticated
     async def get(self, name: str) -> None:
+        write = self.page("run.html", machine=curves.machine_names(), api=f"{self.base}api/run/{name}")
+
         def made() -> str:
             data, svg, others = run_page.whole(self.place, name, self.asked)
-            machine, api = curves.machine_names(), f"{self.base}api/run/{name}"
-            return self.page("run.html", data=data, svg=svg, others=others, machine=machine, api=api)
+            return write(data=data, svg=svg, others=others)
 
         self.finish(await self.tell(made))
 
