@@ -71,7 +71,7 @@ build_step() {
         / Downloading /   {split($5, size, /[()]/); of[$4] = size[2]} # uv: Downloading torch (783.1MiB)
         / Downloaded /    {add(of[$4], of[$4]); of[$4] = ""}
         function add(number, unit) {total += number * (unit ~ /G/ ? 1000 : unit ~ /M/ ? 1 : unit ~ /[kK]/ ? 0.001 : 0.000001)}
-        END {printf "%s, %d of at most 3300 MB downloaded", step, total}' "$log"
+        END {printf "%s, %d of about 3300 MB downloaded", step, total}' "$log"
 }
 # Print the output of the failed step, without the lines of the Dockerfile that BuildKit repeats after it.
 build_failure() {

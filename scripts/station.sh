@@ -199,6 +199,7 @@ up() { # [rebuild ARGUMENTS…]
     cat <<TEXT
 
   Browser      $address$same
+               the page with the runs, and from there JupyterLab
   TensorBoard  in JupyterLab's launcher
   ssh          $(ssh_line)
   shell        make shell$grafana
