@@ -60,6 +60,25 @@ def done(station: Station) -> str:
     return "done"
 
 
+EVIL = """
+<body><form method="post" action="/train/do/resume/hostile"></form><script>
+(async () => {
+    const found = [];
+    for (const options of [{}, { mode: "no-cors", method: "POST" }, { headers: { "X-XSRFToken": "x" }, method: "POST" }]) {
+        const address = options.method ? "/train/do/resume/hostile" : "/train/run/hostile";
+        const told = await fetch(address, { credentials: "include", ...options }).catch(() => null);
+        found.push(told && told.type !== "opaque" ? told.status : 0);
+    }
+    let cookies = "none";
+    try { cookies = document.cookie; } catch {}
+    document.title = `${found} ${cookies}`;
+    document.forms[0].submit();
+})();
+</script>
+"""
+"""A page that reads another one with the login of who looks at it, and presses its button."""
+
+
 def enter(station: Station, page: Page, path: str = "") -> None:
     with page.expect_response("**/train/api/**"):
         page.goto(f"{station.url}/train/{path}?token={station.token}")
@@ -236,3 +255,18 @@ def test_a_script_in_a_run_folder_cannot_use_the_page(station: Station, page: Pa
         f"{station.url}/files/runs/evil.js",
     )
     assert not ran and "violates" in clean.pop()
+
+
+@pytest.mark.never_forgiven
+def test_a_page_in_a_run_folder_can_neither_read_nor_press(
+    station: Station, page: Page, hostile: str, clean: list[str]
+) -> None:
+    (station.folder / "runs" / "evil.html").write_text(EVIL)
+    attempts = station.show(hostile)["attempts"]
+    enter(station, page)
+    page.goto(f"{station.url}/files/runs/evil.html")
+    expect(page).to_have_title("0,0,0 none")
+    page.wait_for_timeout(2000)
+    assert page.url.endswith("/files/runs/evil.html"), "the form was not sent"
+    assert station.show(hostile)["attempts"] == attempts
+    clean.clear()  # what the browser has refused
