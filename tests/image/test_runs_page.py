@@ -64,7 +64,8 @@ EVIL = """
 <body><form method="post" action="/train/do/resume/hostile"></form><script>
 (async () => {
     const found = [];
-    for (const options of [{}, { mode: "no-cors", method: "POST" }, { headers: { "X-XSRFToken": "x" }, method: "POST" }]) {
+    const method = "POST";
+    for (const options of [{}, { mode: "no-cors", method }, { headers: { "X-XSRFToken": "x" }, method }]) {
         const address = options.method ? "/train/do/resume/hostile" : "/train/run/hostile";
         const told = await fetch(address, { credentials: "include", ...options }).catch(() => null);
         found.push(told && told.type !== "opaque" ? told.status : 0);
@@ -95,11 +96,16 @@ def polled(page: Page) -> None:
 def step_at(page: Page, share: float) -> float:
     """Rests the pointer on the first curve, at this share of its width. Returns the step beside its title."""
     over = page.locator("#panels .u-over").first
-    box = over.bounding_box()
-    assert box
-    over.hover(position={"x": 1 + (box["width"] - 3) * share, "y": 50})
-    text = page.locator("#panels figcaption .soft").first.text_content() or ""
-    return float(text.partition("\u00b7 ")[2] or 0)
+
+    def told() -> str:
+        over.scroll_into_view_if_needed()
+        box = over.bounding_box()
+        assert box
+        page.mouse.move(box["x"] + 1 + (box["width"] - 3) * share, box["y"] + 50)
+        text = page.locator("#panels figcaption .soft").first.text_content()
+        return f"{text} " if over.bounding_box() == box else ""  # another panel may come meanwhile, and move this one
+
+    return float(eventually("the curve rests", told).partition("\u00b7 ")[2] or 0)
 
 
 def test_a_run_is_watched_while_it_is_killed_and_comes_back(station: Station, page: Page, kept: Path) -> None:
