@@ -204,7 +204,7 @@ def _notes(record: Record, attempts: list[Attempt]) -> list[str]:
     if not program.reports_steps(attempts):
         notes.append(f"a {program.name}: only it knows how it spent its time, and which steps it trained again")
     elif len(noted) < len(ready):
-        notes.append("an attempt recorded no times: it died too soon")
+        notes.append("an attempt recorded no times: a session records none, or it ended too soon")
     if any(times["communication"] is None for times in noted):
         notes.append("communication is part of computing here: fsdp, hsdp and dp do both at once")
     if record["state"] in (INTERRUPTED, COPY):

@@ -81,7 +81,7 @@ def content(place: Place, name: str, asked: Asked) -> dict[str, Any]:
             "log": _log(one, rank), "log_of": place.t("log_of", _attempt(one)) if _attempt(one) else "",
         },
         "lists": {
-            "parts": _parts(place, account), "attempts": _attempts(place, one), "checkpoints": _checkpoints(place, one),
+            "parts": [] if one.sweep else _parts(place, account), "attempts": _attempts(place, one), "checkpoints": _checkpoints(place, one),
             "settings": _settings(place, one), "facts": _facts(place, one), "commands": _commands(place, one),
             "pictures": _pictures(place, one), "trials": _trials(place, one), "compare": _compare(place, shown),
         },
@@ -90,7 +90,7 @@ def content(place: Place, name: str, asked: Asked) -> dict[str, Any]:
     data["mark"] = " ".join(map(curves.mark, shown))
     data = rows.plain(data)
     if data["mark"] != asked.mark:
-        data["curves"] = [curves.of(look, found) for found in shown if not found.sweep]
+        data["curves"] = [curves.of(place, found) for found in shown if not found.sweep]
     return data
 
 
@@ -272,7 +272,7 @@ def _compare(place: Place, shown: Sequence[RunStatus]) -> list[dict[str, Any]]:
     flats = [settings.compared(one.spec, one.record.get("world_size")) for one in shown]
     table: list[tuple[str, list[str]]] = [(place.t("state"), [rows.head(place, one)["label"] for one in shown])]
     table.append((place.t("place"), [one.done for one in shown]))
-    for text, each in (("last", [one.result for one in shown]), ("top", tops)):
+    for text, each in (("last", [{**one.result, **one.metrics} for one in shown]), ("top", tops)):
         for name in dict.fromkeys(name for found in each for name in found):
             values = [found.get(name) for found in each]
             table.append((place.t(text, name), ["-" if value is None else figure(value) for value in values]))
