@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,8 +26,8 @@ from .look import Look, Place, key_of
 _LOG, _LINES = 1 << 16, 400
 """Maximum number of bytes and lines of a log on the page."""
 _MOST_ATTEMPTS, _MOST_CHECKPOINTS, _MOST_PICTURES, _MOST_RANKS = 30, 20, 24, 256
-_SIZES, _SWEEPS, _BESTS, _FACTS = 60.0, 5.0, 10.0, 5.0
-"""Seconds for which sizes, tables of sweeps, best values, and other facts are used."""
+_SIZES, _SWEEPS, _BESTS, _FACTS, _CURVES = 60.0, 5.0, 10.0, 5.0, 2.0
+"""Seconds for which sizes, tables of sweeps, best values, other facts, and curves are used."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,10 +88,14 @@ def content(place: Place, name: str, asked: Asked) -> dict[str, Any]:
         },
         "ranks": ranks, "rank": rank, "compared": [found.name for found in shown],
     }  # fmt: skip
-    data["mark"] = " ".join(map(curves.mark, shown))
-    data = rows.plain(data)
-    if data["mark"] != asked.mark:
-        data["curves"] = [curves.of(place, found) for found in shown if not found.sweep]
+    marks = [look.kept(key_of("mark", found), _CURVES, functools.partial(curves.mark, found)) for found in shown]
+    data = rows.plain(data | {"mark": " ".join(marks)})
+    if data["mark"] != asked.mark:  # read once for all pages that ask now
+        data["curves"] = [
+            look.kept(key_of("curves", found, mark, place.t.language), _CURVES, functools.partial(curves.of, place, found))
+            for found, mark in zip(shown, marks, strict=True)
+            if not found.sweep
+        ]
     return data
 
 
