@@ -83,7 +83,9 @@ def head(place: Place, one: RunStatus) -> dict[str, Any]:
     cells["saved"] = _saved(place, one) if one.is_at_work else ""
     if one.restarts:  # what the last death costs is known when a resume has found its state
         lost, count = one.seconds_lost, one.restarts
-        cells["lost"] = t.count("restarts_only", count) if lost is None else t.count("restarts", count, t.duration(lost))
+        cells["lost"] = (
+            t.count("restarts_only", count) if lost is None else t.count("restarts", count, t.duration(lost))
+        )
     return cells
 
 

@@ -82,7 +82,7 @@ def content(place: Place, name: str, asked: Asked) -> dict[str, Any]:
             "log": _log(one, rank), "log_of": place.t("log_of", _attempt(one)) if _attempt(one) else "",
         },
         "lists": {
-            "parts": [] if one.sweep else _parts(place, account), "attempts": _attempts(place, one), "checkpoints": _checkpoints(place, one),
+            "parts": _parts(place, one), "attempts": _attempts(place, one), "checkpoints": _checkpoints(place, one),
             "settings": _settings(place, one), "facts": _facts(place, one), "commands": _commands(place, one),
             "pictures": _pictures(place, one), "trials": _trials(place, one), "compare": _compare(place, shown),
         },
@@ -92,7 +92,9 @@ def content(place: Place, name: str, asked: Asked) -> dict[str, Any]:
     data = rows.plain(data | {"mark": " ".join(marks)})
     if data["mark"] != asked.mark:  # read once for all pages that ask now
         data["curves"] = [
-            look.kept(key_of("curves", found, mark, place.t.language), _CURVES, functools.partial(curves.of, place, found))
+            look.kept(
+                key_of("curves", found, mark, place.t.language), _CURVES, functools.partial(curves.of, place, found)
+            )
             for found, mark in zip(shown, marks, strict=True)
             if not found.sweep
         ]
@@ -138,12 +140,13 @@ def _whole(place: Place, one: RunStatus) -> str:
     return place.t("whole_now", seconds) if one.is_alive else place.t("whole", seconds)
 
 
-def _parts(place: Place, account: time_spent.TimeSpent) -> list[dict[str, Any]]:
+def _parts(place: Place, one: RunStatus) -> list[dict[str, Any]]:
+    account = one.account
     return [
         {"key": part, "part": place.t.get(f"part_{part}"), "time": place.t.duration(seconds), "help": text,
          "share": seconds / account.whole, "percent": f"{100 * seconds / account.whole:.0f} %"}
         for part, (_, text) in time_spent.PARTS.items()
-        if (seconds := account.parts[part]) > 0
+        if (seconds := account.parts[part]) > 0 and not one.sweep  # its trials train, not the sweep
     ]  # fmt: skip
 
 

@@ -101,7 +101,9 @@ def test_ten_open_pages_of_a_run_that_trains_cost_little(tmp_path: Path, shown: 
     mine = Station(tmp_path)
     shutil.copytree(shown.runs / "done", mine.runs / "done")
     lines = mine.runs / "done" / "metrics.jsonl"
-    one = '{{"step": {}, "epoch": 1, "loss": 0.5, "lr": 0.1, "samples_per_s": 1.5, "data_wait": 0.1, "step_time": 0.2}}\n'
+    one = (
+        '{{"step": {}, "epoch": 1, "loss": 0.5, "lr": 0.1, "samples_per_s": 1.5, "data_wait": 0.1, "step_time": 0.2}}\n'
+    )
     lines.write_text("".join(map(one.format, range(4000))))
     page = Web(mine)
     try:

@@ -80,7 +80,10 @@ def test_a_long_run_keeps_all_its_evaluations(shown: Station, tmp_path: Path) ->
                 file.write(json.dumps({"step": step, "epoch": 1, "samples": 1, "eval": {"<b>": 1.0}}) + "\n")
     (curve,) = run_page.content(place(tmp_path), "one", Asked())["curves"]
     count = 3 * metrics.WHOLE // len(line)
-    assert curve["notes"] == ["Long run: the curves show samples of its lines."] and len(curve["eval"]["step"]) == (count - 1) // 100
+    assert (
+        curve["notes"] == ["Long run: the curves show samples of its lines."]
+        and len(curve["eval"]["step"]) == (count - 1) // 100
+    )
     assert len(curve["line"]["step"]) < count / 2 and curve["line"]["step"][-1] == count - 1
     assert abs(curve["line"]["time"][-1] - 2.0 * (count - 1)) < 1
     apart = [abs(at - 2 * step) for step, at in zip(curve["eval"]["step"], curve["eval"]["time"], strict=True)]
