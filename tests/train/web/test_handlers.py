@@ -112,7 +112,7 @@ def test_ten_open_pages_of_a_run_that_trains_cost_little(tmp_path: Path, shown: 
         def asks(number: int) -> None:
             time.sleep(number / 5)
             mark = ""
-            for _ in range(3):
+            for _ in range(2):
                 with lines.open("a") as file:
                     file.write(one.format(4000))
                 began = time.monotonic()
@@ -125,7 +125,7 @@ def test_ten_open_pages_of_a_run_that_trains_cost_little(tmp_path: Path, shown: 
         with ThreadPoolExecutor(10) as pages:
             [*pages.map(asks, range(10))]
         share = (sum(psutil.Process(page.process.pid).cpu_times()[:2]) - before) / (time.monotonic() - began)
-        assert len(marks) > 2 and share < 0.14, f"{share:.1%} of a core, {len(marks)} states of the curves"
+        assert len(marks) > 1 and share < 0.14, f"{share:.1%} of a core, {len(marks)} states of the curves"
     finally:
         page.close()
 
