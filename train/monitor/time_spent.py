@@ -36,7 +36,7 @@ PARTS = {
         "Steps that were trained again, and the time from the last sign of life before a crash until training "
         "continued.",
     ),
-    "idle": ("stopped", "From a stop or a failure to the next resume."),
+    "idle": ("stopped or queued", "Waiting in the queue, and from a stop or a failure to the next resume."),
     "unknown": ("not measured", "Time for which there are no measurements."),
 }  # fmt: skip
 """Maps a part to its name and what it includes."""
@@ -118,11 +118,13 @@ def time_spent(record: Record, now: float, seen: float, saved: int) -> TimeSpent
     """
     attempts, found, before = record["attempts"], TimeSpent(), ""
     parts, clock = found.parts, _Clock(seconds_of(record.get("created")))
+    has_queued = record.get("submitted") or (record.get("wants") or {}).get("queue")
+    waiting = {"": "idle" if has_queued else "start", "died": "lost"}
     for place, attempt in enumerate(attempts):
         is_last = place == len(attempts) - 1
         lives = is_last and record["state"] == RUNNING
         back = "lost" if before == "died" else "start"
-        parts[back if before in ("", "died") else "idle"] += clock.to(seconds_of(attempt.get("started")))
+        parts[waiting.get(before, "idle")] += clock.to(seconds_of(attempt.get("started")))
         parts[back] += clock.to(seconds_of(attempt.get("ready")))
         ends = seconds_of(attempt.get("ended"))
         if is_last and not attempt.get("ended"):
@@ -204,7 +206,7 @@ def _notes(record: Record, attempts: list[Attempt]) -> list[str]:
     if not program.reports_steps(attempts):
         notes.append(f"a {program.name}: only it knows how it spent its time, and which steps it trained again")
     elif len(noted) < len(ready):
-        notes.append("an attempt recorded no times: it died too soon")
+        notes.append("an attempt recorded no times: a session records none, or it ended too soon")
     if any(times["communication"] is None for times in noted):
         notes.append("communication is part of computing here: fsdp, hsdp and dp do both at once")
     if record["state"] in (INTERRUPTED, COPY):
@@ -226,10 +228,10 @@ def verdict(account: TimeSpent, record: Record) -> list[str]:
     others = {part: value for part, value in share.items() if part not in ("compute", "idle")}
     largest = max(others, key=others.__getitem__)
     rest = f"; most of the rest: {PARTS[largest][0]}, {others[largest]:.0%}" if others[largest] >= 0.01 else ""
-    but = " of the time in which it was not stopped" if account.parts["idle"] > 0.01 * account.whole else ""
+    but = " of the time in which it was not stopped or queued" if account.parts["idle"] > 0.01 * account.whole else ""
     sentences = [f"{share['compute']:.0%}{but} was computing{rest}"]
     for part, (least, remedy) in _REMEDIES.items():
-        if share[part] > least and not (part == "start" and account.whole < _SHORT):
+        if share[part] > least and not (part == "start" and wanted < _SHORT):
             known = record.get("data_wait") if part == "data" else None
             sentences.append(f"{PARTS[part][0]}: {known or remedy}")
     return sentences

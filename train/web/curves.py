@@ -12,7 +12,7 @@ from markupsafe import Markup
 from ..monitor.status import RunStatus
 from ..run import metrics
 from ..views import cell
-from .look import Look, key_of
+from .look import Place, key_of
 
 _MACHINE = (*metrics.Speed.__annotations__, "lr", "grad_norm")
 """Figures of how training runs, not of what it has learned. Folded on the page."""
@@ -35,8 +35,9 @@ def mark(one: RunStatus) -> str:
     return f"{found.st_size}-{found.st_mtime_ns}-{len(one.record['attempts'])}"
 
 
-def of(look: Look, one: RunStatus) -> dict[str, Any]:
+def of(place: Place, one: RunStatus) -> dict[str, Any]:
     """Return the curves of a run: steps, times, and figures by name, of training (`line`) and evaluations (`eval`)."""
+    look, t = place.look, place.t
     lines = metrics.sampled(one.run)
     evaluated = [line for line in lines if metrics.is_evaluation(line)]
     if is_sampled := one.run.metrics.exists() and one.run.metrics.stat().st_size > metrics.WHOLE:
@@ -49,11 +50,14 @@ def of(look: Look, one: RunStatus) -> dict[str, Any]:
         steps.append(max(line["step"], steps[-1]))
         times.append(min(times[-1] + took, _LONGEST))
     at = functools.partial(_time_at, steps, times)
-    return {
-        "name": one.name, "sampled": is_sampled, "marks": _restarts(one),
-        "line": _table([(line["step"], at(line["step"]), metrics.figures_of(line)) for line in trained]),
-        "eval": _table([(line["step"], at(line["step"]), metrics.figures_of(line)) for line in evaluated]),
-    }  # fmt: skip
+    tables = {
+        kind: _table([(line["step"], at(line["step"]), metrics.figures_of(line)) for line in found])
+        for kind, found in (("line", trained), ("eval", evaluated))
+    }
+    is_timed, more = times[-1] > 0 or not lines, sum(table["more"] for table in tables.values())
+    notes = {t("sampled"): is_sampled, t.count("more_curves", more): more, t("no_times", one.name): not is_timed}
+    said = [text for text, holds in notes.items() if holds]
+    return {"name": one.name, "notes": said, "is_timed": is_timed, "marks": _restarts(one), **tables}
 
 
 def machine_names() -> list[str]:
@@ -78,7 +82,11 @@ def _restarts(one: RunStatus) -> list[tuple[int, bool]]:
 
 def _time_at(steps: list[int], times: list[float], step: int) -> float:
     """Return the seconds of training until a step, given those until other steps."""
-    return times[bisect.bisect_right(steps, step) - 1]
+    after = bisect.bisect_right(steps, step)
+    if not 0 < after < len(steps):
+        return times[after - 1]
+    first, began = steps[after - 1], times[after - 1]
+    return began + (times[after] - began) * (step - first) / (steps[after] - first)
 
 
 def _table(lines: list[tuple[int, float, dict[str, float | None]]]) -> dict[str, Any]:
@@ -87,6 +95,7 @@ def _table(lines: list[tuple[int, float, dict[str, float | None]]]) -> dict[str,
         "step": [step for step, _, _ in lines],
         "time": [round(now, 2) for _, now, _ in lines],
         "figures": {name: [_short(figures.get(name)) for _, _, figures in lines] for name in [*names][:_MOST]},
+        "more": max(len(names) - _MOST, 0),
     }
 
 

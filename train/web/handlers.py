@@ -77,6 +77,7 @@ class Files:
             loader=FileSystemLoader(_HERE / "templates"), autoescape=True, trim_blocks=True, lstrip_blocks=True,
             finalize=_printable,
         )  # fmt: skip
+        self.templates.policies["json.dumps_kwargs"] = {}  # curves in their order, not in that of their names
 
     def address(self, name: str) -> str:
         """Return the part of an address after /train/."""

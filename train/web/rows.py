@@ -81,10 +81,11 @@ def head(place: Place, one: RunStatus) -> dict[str, Any]:
     left = one.seconds_left
     cells["left"] = t("left", t.duration(left)) if left is not None else ""
     cells["saved"] = _saved(place, one) if one.is_at_work else ""
-    if one.deaths and (lost := one.seconds_lost) is not None:
-        cells["lost"] = t.count("restarts", one.restarts, t.duration(lost))
-    elif one.restarts:
-        cells["lost"] = t.count("restarts_only", one.restarts)
+    if one.restarts:  # what the last death costs is known when a resume has found its state
+        lost, count = one.seconds_lost, one.restarts
+        cells["lost"] = (
+            t.count("restarts_only", count) if lost is None else t.count("restarts", count, t.duration(lost))
+        )
     return cells
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,8 +26,8 @@ from .look import Look, Place, key_of
 _LOG, _LINES = 1 << 16, 400
 """Maximum number of bytes and lines of a log on the page."""
 _MOST_ATTEMPTS, _MOST_CHECKPOINTS, _MOST_PICTURES, _MOST_RANKS = 30, 20, 24, 256
-_SIZES, _SWEEPS, _BESTS, _FACTS = 60.0, 5.0, 10.0, 5.0
-"""Seconds for which sizes, tables of sweeps, best values, and other facts are used."""
+_SIZES, _SWEEPS, _BESTS, _FACTS, _CURVES = 60.0, 5.0, 10.0, 5.0, 2.0
+"""Seconds for which sizes, tables of sweeps, best values, other facts, and curves are used."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,16 +82,22 @@ def content(place: Place, name: str, asked: Asked) -> dict[str, Any]:
             "log": _log(one, rank), "log_of": place.t("log_of", _attempt(one)) if _attempt(one) else "",
         },
         "lists": {
-            "parts": _parts(place, account), "attempts": _attempts(place, one), "checkpoints": _checkpoints(place, one),
+            "parts": _parts(place, one), "attempts": _attempts(place, one), "checkpoints": _checkpoints(place, one),
             "settings": _settings(place, one), "facts": _facts(place, one), "commands": _commands(place, one),
             "pictures": _pictures(place, one), "trials": _trials(place, one), "compare": _compare(place, shown),
         },
         "ranks": ranks, "rank": rank, "compared": [found.name for found in shown],
     }  # fmt: skip
-    data["mark"] = " ".join(map(curves.mark, shown))
-    data = rows.plain(data)
-    if data["mark"] != asked.mark:
-        data["curves"] = [curves.of(look, found) for found in shown if not found.sweep]
+    marks = [look.kept(key_of("mark", found), _CURVES, functools.partial(curves.mark, found)) for found in shown]
+    data = rows.plain(data | {"mark": " ".join(marks)})
+    if data["mark"] != asked.mark:  # read once for all pages that ask now
+        data["curves"] = [
+            look.kept(
+                key_of("curves", found, mark, place.t.language), _CURVES, functools.partial(curves.of, place, found)
+            )
+            for found, mark in zip(shown, marks, strict=True)
+            if not found.sweep
+        ]
     return data
 
 
@@ -133,12 +140,13 @@ def _whole(place: Place, one: RunStatus) -> str:
     return place.t("whole_now", seconds) if one.is_alive else place.t("whole", seconds)
 
 
-def _parts(place: Place, account: time_spent.TimeSpent) -> list[dict[str, Any]]:
+def _parts(place: Place, one: RunStatus) -> list[dict[str, Any]]:
+    account = one.account
     return [
         {"key": part, "part": place.t.get(f"part_{part}"), "time": place.t.duration(seconds), "help": text,
          "share": seconds / account.whole, "percent": f"{100 * seconds / account.whole:.0f} %"}
         for part, (_, text) in time_spent.PARTS.items()
-        if (seconds := account.parts[part]) > 0
+        if (seconds := account.parts[part]) > 0 and not one.sweep  # its trials train, not the sweep
     ]  # fmt: skip
 
 
@@ -272,7 +280,7 @@ def _compare(place: Place, shown: Sequence[RunStatus]) -> list[dict[str, Any]]:
     flats = [settings.compared(one.spec, one.record.get("world_size")) for one in shown]
     table: list[tuple[str, list[str]]] = [(place.t("state"), [rows.head(place, one)["label"] for one in shown])]
     table.append((place.t("place"), [one.done for one in shown]))
-    for text, each in (("last", [one.result for one in shown]), ("top", tops)):
+    for text, each in (("last", [{**one.result, **one.metrics} for one in shown]), ("top", tops)):
         for name in dict.fromkeys(name for found in each for name in found):
             values = [found.get(name) for found in each]
             table.append((place.t(text, name), ["-" if value is None else figure(value) for value in values]))

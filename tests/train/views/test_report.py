@@ -104,6 +104,16 @@ def test_a_stop_is_idle_and_what_a_stop_at_once_throws_away_is_lost() -> None:
     assert found.parts["lost"] == pytest.approx(10) and found.redone == 10
 
 
+def test_waiting_in_the_queue_is_no_start() -> None:
+    late = attempt(started=stamp(200), ready=stamp(203), ended=stamp(303), times=noted(100, 100))
+    queued = told(late, wants={"queue": True})
+    assert queued.parts["idle"] == pytest.approx(200) and queued.parts["start"] == pytest.approx(3)
+    assert "queued" in time_spent.verdict(queued, {})[0] and "keeper" not in " ".join(time_spent.verdict(queued, {}))
+    short = attempt(started=stamp(200), ready=stamp(203), ended=stamp(207), times=noted(100, 4))
+    assert "keeper" not in " ".join(time_spent.verdict(told(short, wants={"queue": True}), {}))
+    assert told(late, wants={"queue": False}).parts["start"] == pytest.approx(203)
+
+
 def test_what_nobody_has_measured_is_not_told_apart() -> None:
     found = told(attempt())
     assert found.parts["unknown"] == pytest.approx(100) and found.parts["compute"] == 0

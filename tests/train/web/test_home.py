@@ -62,6 +62,16 @@ def test_the_last_visit_says_what_failed_first_and_what_it_cost(shown: Station, 
     assert not home.content(place(tmp_path), "", 1)["lists"]["news"]
 
 
+def test_what_the_last_death_costs_is_said_after_a_resume_only(shown: Station, tmp_path: Path) -> None:
+    attempt = json.loads((shown.runs / "done" / "run.json").read_text())["attempts"][0]
+    died = {**attempt, "end": "died", "reason": "rank 0 died of SIGKILL"}
+    put(tmp_path, shown.runs / "done", "bad", ended=10, state="failed", attempts=[died])
+    at = place(tmp_path)
+    assert at.look.one("bad").deaths == 1 and "lost" not in rows.head(at, at.look.one("bad"))
+    put(tmp_path, shown.runs / "done", "on", ended=10, attempts=[died, {**attempt, "number": 2}])
+    assert rows.head(at, at.look.one("on"))["lost"].startswith("1 restart, ")
+
+
 def test_trials_are_folded_into_their_sweep(shown: Station, tmp_path: Path) -> None:
     done = shown.runs / "done"
     put(tmp_path, done, "lr", ended=10, sweep="abc")

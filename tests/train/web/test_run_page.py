@@ -80,9 +80,33 @@ def test_a_long_run_keeps_all_its_evaluations(shown: Station, tmp_path: Path) ->
                 file.write(json.dumps({"step": step, "epoch": 1, "samples": 1, "eval": {"<b>": 1.0}}) + "\n")
     (curve,) = run_page.content(place(tmp_path), "one", Asked())["curves"]
     count = 3 * metrics.WHOLE // len(line)
-    assert curve["sampled"] and len(curve["eval"]["step"]) == (count - 1) // 100
+    assert (
+        curve["notes"] == ["Long run: the curves show samples of its lines."]
+        and len(curve["eval"]["step"]) == (count - 1) // 100
+    )
     assert len(curve["line"]["step"]) < count / 2 and curve["line"]["step"][-1] == count - 1
     assert abs(curve["line"]["time"][-1] - 2.0 * (count - 1)) < 1
+    apart = [abs(at - 2 * step) for step, at in zip(curve["eval"]["step"], curve["eval"]["time"], strict=True)]
+    assert max(apart) < 1  # evaluations between two samples, too
+
+
+def test_what_the_curves_lack_is_said(shown: Station, tmp_path: Path) -> None:
+    shutil.copytree(shown.runs / "done", tmp_path / "one")
+    lines = [{"step": step, **{f"figure{name}": step for name in range(42)}} for step in (1, 2)]
+    (tmp_path / "one" / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (curve,) = run_page.content(place(tmp_path), "one", Asked())["curves"]
+    assert curve["notes"][0] == "2 more figures are not drawn." and "no time" in curve["notes"][1]
+    assert not curve["is_timed"] and len(curve["line"]["figures"]) == 40
+
+
+def test_a_running_run_is_compared_by_its_last_evaluation(shown: Station, tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        shutil.copytree(shown.runs / "done", tmp_path / name)
+    record = json.loads((tmp_path / "two" / "run.json").read_text())
+    (tmp_path / "two" / "run.json").write_text(json.dumps(record | {"state": "running", "metrics": {}, "loss": 7.0}))
+    table = run_page.content(place(tmp_path), "one", Asked(("two",)))["lists"]["compare"]
+    same = {row["field"]: (row["c0"], row["c1"]) for row in table if row["field"].startswith("last")}
+    assert {"last loss", "last accuracy"} <= set(same) and all(one == two for one, two in same.values())
 
 
 def test_pictures_are_links_where_the_server_sends_files(shown: Station, tmp_path: Path) -> None:

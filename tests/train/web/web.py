@@ -6,6 +6,8 @@ import http.client
 import json
 import re
 import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import urlencode
@@ -27,12 +29,19 @@ class Answer(NamedTuple):
 class Web:
     """`train web` in a station, on a free port."""
 
-    def __init__(self, station: Any, **env: str) -> None:
+    def __init__(self, station: Any, program: str = "", **env: str) -> None:
+        """`program`: what starts it instead, given the port."""
         self.port = free_port()
         station.more |= env
         self.log = station.folder / "web.log"
         with self.log.open("w") as log:
-            self.process = station.start("web", "--port", self.port, stdout=log)
+            if program:
+                self.process = subprocess.Popen(
+                    [sys.executable, "-c", program, str(self.port)], cwd=station.folder, stdout=log, stderr=log,
+                    env=station.environment("web"),
+                )  # fmt: skip
+            else:
+                self.process = station.start("web", "--port", self.port, stdout=log)
         for name in env:
             del station.more[name]
         self.token = Path(station.environment()["TRAIN_STATE"], "web-token")
@@ -68,11 +77,11 @@ class Web:
         answer = self.ask("GET", f"/train/?token={self.token.read_text().strip()}")
         return dict(re.match(r"([^=]+)=([^;]*)", one).groups() for one in answer.headers.get_all("Set-Cookie"))  # type: ignore[union-attr,misc]
 
-    def post(self, path: str, *, has_xsrf: bool = True, **headers: str) -> Answer:
+    def post(self, path: str, *, has_xsrf: bool = True, created: str = "", **headers: str) -> Answer:
         """Press a button, as a browser does that has logged in."""
         cookies = self.cookies()
         header = "; ".join(f"{name}={value}" for name, value in cookies.items())
-        body = urlencode({"_xsrf": cookies["_xsrf"] if has_xsrf else "wrong"})
+        body = urlencode({"_xsrf": cookies["_xsrf"] if has_xsrf else "wrong", "created": created})
         return self.ask("POST", f"/train/{path}", body, {"Cookie": header} | headers)
 
     def close(self) -> None:

@@ -98,7 +98,7 @@
       const data = await answer.json();
       isGone = answer.status === 404;
       if (answer.ok) show(data);
-      put(offline, answer.ok ? "" : data.problem ? `${data.problem.replace(/[.\u3002]$/, "")}. ${offline.dataset.gone}` : lost);
+      put(offline, answer.ok ? "" : data.problem ? `${data.problem.replace(/(?<![.?!\u3002])$/, ".")} ${offline.dataset.gone}` : lost);
       wait = answer.ok ? EVERY : SLOWEST;
       // What is no longer so: the state, the buttons, the commands. The curves and the log stay as they were.
       if (isGone) for (const place of main.querySelectorAll(".head [data-f], .head [data-if], [data-has=commands]")) place.hidden = true;
@@ -210,9 +210,9 @@
         hooks: { draw: [marks], setSelect: [select], setCursor: [(one) => tell(one)] },
       }, data, figure);
       function tell(one) {
-        const last = one.data[0].length - 1, isAt = !isNone(one.cursor.idx) && one.cursor.idx <= last, at = isAt ? one.cursor.idx : last;
-        const values = one.data.slice(1).map((all) => format(isAt ? all[at] : all.findLast((one) => !isNone(one))));
-        value.textContent = values.join(" / ") + (isAt ? ` · ${(isTime ? seconds : number)(one.data[0][at])}` : "");
+        const last = one.data[0].length - 1, known = (all) => all.findLastIndex((value) => !isNone(value)), isAt = !isNone(one.cursor.idx) && one.cursor.idx <= last;
+        const at = isAt ? one.cursor.idx : one.data.length > 2 ? last : known(one.data[1]); // the last value may be older than the last line
+        value.textContent = one.data.slice(1).map((all) => format(all[isAt ? at : known(all)])).join(" / ") + (isAt || at < last ? ` · ${(isTime ? seconds : number)(one.data[0][at])}` : "");
       }
       plot.over.addEventListener("mousedown", () => { source = plot; });
       plot.over.addEventListener("dblclick", () => choose("1"));
@@ -299,7 +299,8 @@
 
     return (found) => {
       runs = found;
-      get("sampled").hidden = !runs.some((run) => run.sampled);
+      put(get("notes"), [...new Set(runs.flatMap((run) => run.notes))].join(" "));
+      if ((axis.options[1].disabled = runs.some((run) => !run.is_timed))) axis.value = "step";
       attempt(draw);
     };
   })();
