@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import re
 import shutil
-import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import psutil
 import pytest
 from web import Web
 
@@ -93,40 +90,6 @@ def test_a_folder_that_does_not_answer_is_named_and_stops_no_other_request(stati
         eventually("the page answers again", lambda: page.get("").status == 200)
     finally:
         (station.folder / "hangs").unlink(missing_ok=True)
-        page.close()
-
-
-def test_ten_open_pages_of_a_run_that_trains_cost_little(tmp_path: Path, shown: Station) -> None:
-    """About 6 % of a core. It was 23 % when each page read the metrics for itself."""
-    mine = Station(tmp_path)
-    shutil.copytree(shown.runs / "done", mine.runs / "done")
-    lines = mine.runs / "done" / "metrics.jsonl"
-    one = (
-        '{{"step": {}, "epoch": 1, "loss": 0.5, "lr": 0.1, "samples_per_s": 1.5, "data_wait": 0.1, "step_time": 0.2}}\n'
-    )
-    lines.write_text("".join(map(one.format, range(4000))))
-    page = Web(mine)
-    try:
-        address, marks = "api/run/done?mark=", set()
-
-        def asks(number: int) -> None:
-            time.sleep(number / 5)
-            mark = ""
-            for _ in range(2):
-                with lines.open("a") as file:
-                    file.write(one.format(4000))
-                began = time.monotonic()
-                mark = page.get(address + mark.replace(" ", "+")).json["mark"]
-                marks.add(mark)
-                time.sleep(max(2 - (time.monotonic() - began), 0))
-
-        page.get(address)
-        began, before = time.monotonic(), sum(psutil.Process(page.process.pid).cpu_times()[:2])
-        with ThreadPoolExecutor(10) as pages:
-            [*pages.map(asks, range(10))]
-        share = (sum(psutil.Process(page.process.pid).cpu_times()[:2]) - before) / (time.monotonic() - began)
-        assert len(marks) > 1 and share < 0.14, f"{share:.1%} of a core, {len(marks)} states of the curves"
-    finally:
         page.close()
 
 

@@ -80,14 +80,23 @@ def test_a_long_run_keeps_all_its_evaluations(shown: Station, tmp_path: Path) ->
                 file.write(json.dumps({"step": step, "epoch": 1, "samples": 1, "eval": {"<b>": 1.0}}) + "\n")
     (curve,) = run_page.content(place(tmp_path), "one", Asked())["curves"]
     count = 3 * metrics.WHOLE // len(line)
-    assert (
-        curve["notes"] == ["Long run: the curves show samples of its lines."]
-        and len(curve["eval"]["step"]) == (count - 1) // 100
-    )
+    assert curve["notes"] == ["Long run: the curves show samples of its lines."]
+    assert len(curve["eval"]["step"]) == (count - 1) // 100
     assert len(curve["line"]["step"]) < count / 2 and curve["line"]["step"][-1] == count - 1
     assert abs(curve["line"]["time"][-1] - 2.0 * (count - 1)) < 1
     apart = [abs(at - 2 * step) for step, at in zip(curve["eval"]["step"], curve["eval"]["time"], strict=True)]
     assert max(apart) < 1  # evaluations between two samples, too
+
+
+def test_all_open_pages_of_a_growing_run_show_curves_that_were_read_once(shown: Station, tmp_path: Path) -> None:
+    shutil.copytree(shown.runs / "done", tmp_path / "one")
+    at = place(tmp_path)
+    first = run_page.content(at, "one", Asked())
+    with (tmp_path / "one" / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({"step": 999, "epoch": 1, "loss": 0.5}) + "\n")
+    second = run_page.content(at, "one", Asked(mark="older"))
+    assert second["mark"] == first["mark"] and second["curves"][0] is first["curves"][0]
+    assert 999 in run_page.content(place(tmp_path), "one", Asked())["curves"][0]["line"]["step"]
 
 
 def test_what_the_curves_lack_is_said(shown: Station, tmp_path: Path) -> None:
