@@ -282,11 +282,12 @@ class RunStatus:
 
     @property
     def seconds_lost(self) -> float | None:
-        """Seconds that deaths cost; None: unknown."""
-        if not self.program.reports_steps(self.record["attempts"]):
+        """Seconds that deaths cost; None: unknown, as it is after a death until training has continued."""
+        attempts = self.record["attempts"]
+        has_died = self.state in (states.INTERRUPTED, states.COPY) or (attempts and attempts[-1]["end"] == "died")
+        if has_died or not self.program.reports_steps(attempts):
             return None
-        has_died = self.restarts or self.state in (states.INTERRUPTED, states.COPY, states.FAILED)
-        return round(self.account.parts["lost"], 3) if has_died else 0.0
+        return round(self.account.parts["lost"], 3) if self.restarts or self.state == states.FAILED else 0.0
 
     @property
     def deaths(self) -> int:
