@@ -68,10 +68,11 @@ def _of(place: Place, one: RunStatus) -> dict[str, Any]:
 
 def head(place: Place, one: RunStatus) -> dict[str, Any]:
     """Return the state, the progress, and what to do next."""
-    t = place.t
+    t, todo = place.t, one.next_command
+    is_said = todo and todo.partition(": ")[2] in one.reason
     cells: dict[str, Any] = {
         "state": one.state, "label": f"{SIGNS.get(one.state, '?')} {t.get(one.state)}",
-        "reason": one_line(one.reason), "next": one.next_command,
+        "reason": one_line(one.reason), "next": "" if is_said else todo,
     }  # fmt: skip
     if one.state == states.OTHER_FORMAT:
         return cells
@@ -80,7 +81,7 @@ def head(place: Place, one: RunStatus) -> dict[str, Any]:
     cells["step"] = t("step", one.done) if one.done else ""
     left = one.seconds_left
     cells["left"] = t("left", t.duration(left)) if left is not None else ""
-    cells["saved"] = _saved(place, one) if one.is_at_work else ""
+    cells["saved"] = _saved(place, one) if one.is_at_work or one.state == states.INTERRUPTED else ""
     if one.restarts:  # what the last death costs is known when a resume has found its state
         lost, count = one.seconds_lost, one.restarts
         cells["lost"] = (

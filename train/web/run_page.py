@@ -249,7 +249,7 @@ def _sweep_table(place: Place, one: RunStatus) -> list[list[Any]]:
             return [[*heads[: -len(sweep.HEADS)], metric.name], *lines]
         return [[""]]
 
-    return place.look.kept(key_of("sweep", one), _SWEEPS, table)
+    return place.look.kept(key_of("sweep", one, one.state, str(one.step)), _SWEEPS, table)
 
 
 def _trials(place: Place, one: RunStatus) -> list[dict[str, Any]]:
