@@ -233,8 +233,8 @@ def _signature(*, key: str, text: str) -> str:
 
 def _hidden(text: str, parts: urllib.parse.SplitResult) -> str:
     """Return a foreign text as one short line, with … in place of what it repeats of a URL."""
-    found = {*re.split(r"[/?&=#]", f"{parts.path}/{parts.query}"), parts.fragment, urllib.parse.unquote(parts.fragment)}
-    for secret in sorted(found, key=len, reverse=True):
+    found = {*re.split(r"[/?&=#]", f"{parts.path}/{parts.query}"), parts.fragment}
+    for secret in sorted(found | {*map(urllib.parse.unquote, found)}, key=len, reverse=True):
         if len(secret) >= _SHORTEST_SECRET:
             text = text.replace(secret, "…")
     return shortened(" ".join(printable(text).split()), _MOST_SHOWN)

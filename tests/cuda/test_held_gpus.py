@@ -72,7 +72,9 @@ def test_a_run_on_the_cpu_takes_no_gpu_also_if_a_file_or_the_forked_run_says_so(
     machine.ok("launch", "fake", "--name", "cores", "--config", "cpu.toml", "--nproc", "auto", *SHORT, "--follow")
     assert machine.record("cores")["world_size"] == 1
     machine.ok("fork", "cores", "--name", "forked", "--steps", 4, "--follow")
-    assert {machine.record(name)["device"] for name in ("cores", "forked")} == {"cpu"}
+    (machine.folder / "own.py").write_text('from train.tasks.fake import *\n\nDEFAULTS = {"device": "cpu"}\n')
+    machine.ok("launch", "own.py", "--name", "own", *SHORT, "--follow")
+    assert {machine.record(name)["device"] for name in ("cores", "forked", "own")} == {"cpu"}
     machine.ok("stop", "every")
 
 

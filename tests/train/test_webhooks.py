@@ -112,6 +112,8 @@ def test_a_redirect_and_an_error_are_told_without_the_address(server: Hook) -> N
     assert len(server.received) == 1
     server.code, server.answer = 404, f"no\x1b[31m such\nhook /{SECRET}"
     assert send(f"{server.url}/{SECRET}") == (False, f"{server.place} answered 404: no?[31m such hook /…")
+    server.answer = "no key abc+def="
+    assert send(f"{server.url}/?key=abc%2Bdef%3D") == (False, f"{server.place} answered 404: no key …")
 
 
 def test_a_server_that_drips_or_is_gone_does_not_hold_the_sender(server: Hook, monkeypatch: pytest.MonkeyPatch) -> None:

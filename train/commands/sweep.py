@@ -16,7 +16,7 @@ from .. import config, screen
 from ..errors import EXIT_FINISHED, Refused, is_whole, nearest, whole
 from ..launcher.launches import NewSweep, Resume
 from ..launcher.sweep import change, check_free
-from ..run import folders, states
+from ..run import environment, folders, states
 from ..run.run_folder import Run
 from ..sweeps import kept
 from ..sweeps.kept import Sweep
@@ -82,9 +82,12 @@ def run(options: Namespace, runs: Path) -> int:
     if options.dry_run:
         if _is_change(options):
             raise Refused("--dry-run is for a new sweep; leave it out, or look: train ls NAME")
-        trials = _asked(options, runs)[0].trials
-        for name, parameters in trials.items():
-            print(f"{name}  {' '.join(f'{field}={value}' for field, value in parameters.items())}")
+        sweep, name = _asked(options, runs)
+        trials = sweep.trials
+        if not (runs / name / kept.FILE).exists():
+            check_free(runs, [name, *trials])
+        for trial, parameters in trials.items():
+            print(f"{trial}  {' '.join(f'{field}={value}' for field, value in parameters.items())}")
         at_once = f", {options.at_once} at once" if options.at_once else ""
         rungs = f", compared after step {options.rungs}" if options.rungs else ""
         print(f"{len(trials)} trials{at_once}{rungs}; nothing was started")
@@ -207,11 +210,13 @@ def _check_values(launch: Any, cells: Iterable[Parameters]) -> None:
 def _change(options: Namespace, runs: Path) -> tuple[Run, Callable[[Sweep], Sweep]]:
     """Return the sweep that gets more trials, or whose failed trials start again, and its change."""
     others = {name: getattr(options, name) for name in _OF_NEW} | options.flags
+    what = "--add" if options.add else "--retry-failed" if options.retry_failed else "--trials"
     if options.task is None or any(others.values()):
-        what = "--add" if options.add else "--retry-failed" if options.retry_failed else "--trials"
         given = next((f"; leave out --{name.replace('_', '-')}" for name, value in others.items() if value), "")
         raise Refused(f"{what} is for a sweep that exists and keeps its fields: train sweep NAME {what}{given}")
     run, draws = folders.find_trusted(runs, options.task).by_path(), number("trials", options.trials, 1)
+    if not (run.read().get("sweep") or (run.folder / kept.FILE).exists()):
+        raise Refused(f"{run.name} is no sweep, and {what} is for one; see: train ls")
     before = kept.read(run)
     if before.rungs and (options.add or draws is not None):
         raise Refused(f"{run.name} compares its trials at rungs (--rungs), so it gets no others; start another sweep")
@@ -228,6 +233,8 @@ def _change(options: Namespace, runs: Path) -> tuple[Run, Callable[[Sweep], Swee
     def edit(sweep: Sweep) -> Sweep:
         if options.add or draws is not None:
             sweep = sweep.extended(sweep.space.extended(options.add, draws))
+            commands = f"{sweep.launch['command_line']} && {environment.shown(options.words)}"
+            sweep = dataclasses.replace(sweep, launch={**sweep.launch, "command_line": commands})
             new = {name: cell for name, cell in sweep.trials.items() if name not in before.trials}
             check_free(runs, new)
             _check_values(sweep.launch, new.values())

@@ -46,7 +46,8 @@ def reserve(launch: Launch, *, run: Run | None = None, record: Record | None = N
     launch.gives_way = launch.gives_way or asked.get("gives_way") or ""
     launch.ticket = launch.ticket or known.get("ticket") or time.time_ns()
     check_after(Path(launch.runs), launch.name, launch.after)
-    is_asked = launch.queue is not None or bool(known.get("queued"))
+    is_by_user = launch.queue is not None  # others leave a run that waits in vain to its own wait, which records why
+    is_asked = is_by_user or bool(known.get("queued"))
     if why := _takes_none(launch, record):
         if option := "gives-way" if launch.gives_way else "queue" if launch.queue else "after" if launch.after else "":
             raise Refused(f"--{option}: {why}; leave it out")
@@ -62,6 +63,8 @@ def reserve(launch: Launch, *, run: Run | None = None, record: Record | None = N
             launch.queue = wants.kind == GPU or bool(known.get("queued") or asked.get("queue"))
         if launch.queue and not launch.after:
             launch.after = [*(known.get("after") or ())]
+            if is_by_user:
+                check_after(Path(launch.runs), launch.name, launch.after)
         if launch.after or (launch.queue and tickets.waiting(wants.kind)):
             held.is_queued = True
         else:
@@ -254,7 +257,14 @@ def device_of(launch: Launch, record: Mapping[str, Any]) -> Any:
         from .. import config as configuration
 
         with contextlib.suppress(Refused):  # the check says what is wrong
-            return configuration.read_toml(Path(file)).get("device")
+            if given := configuration.read_toml(Path(file)).get("device"):
+                return given
+    task = Path(getattr(launch, "copy", None) or getattr(launch, "task", None) or "")
+    if task.suffix == ".py" and not of:
+        from ..code.source import of_task
+
+        with contextlib.suppress(OSError):  # as above
+            return of_task(task, task.parent).defaults().get("device")
     return (folders.record_of(Path(launch.runs), of) if of else record).get("device")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+import re
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -50,9 +51,8 @@ def launch_of(sweep: Sweep, runs: Path, name: str, rung: int = 0) -> dict[str, A
 
 
 def _filled(word: str, parameters: Parameters) -> str:
-    for name, value in parameters.items():
-        word = word.replace(f"{{{name}}}", value)
-    return word
+    names = "|".join(map(re.escape, parameters))  # in one pass: a value may contain {name} itself
+    return re.sub(rf"\{{({names})\}}", lambda match: parameters[match[1]], word)
 
 
 def prepare(sweep: Sweep, runs: Path, *, made: Callable[[dict[str, Any]], Launch]) -> Plan:

@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 import functools
 import itertools
+import json
 import math
 import random
 import re
@@ -197,9 +198,10 @@ def _range(option: str, name: str, match: re.Match[str]) -> list[str]:
 
 
 def same(value: str) -> object:
-    """Return what two spellings of a value have in common: 1e-3 and 0.001 are the same number."""
-    with contextlib.suppress(ValueError):
-        return float(value)
+    """Return what two spellings of a value have in common: 1e-3 and 0.001 are the same number, [1,2] and [1, 2] the
+    same list."""
+    with contextlib.suppress(ValueError, RecursionError):
+        return repr(json.loads(value)) if value.startswith("[") else float(value)
     return value
 
 

@@ -101,6 +101,8 @@ def test_a_dry_run_lists_the_trials_and_starts_nothing(station: Station) -> None
     lines = station.here("sweep", "digits", "--name", "lr", *map(str, words)).stdout.splitlines()
     assert lines[0] == "lr-001  optim.lr=1e-3 seed=0"
     assert lines[6] == "6 trials, 2 at once; nothing was started"
+    refused = station.here("sweep", "digits", "--name", "../lr", *map(str, words))
+    assert refused.returncode == 2 and "not a legal run name" in refused.stderr and not refused.stdout
     assert not station.runs.exists()
 
 
@@ -115,6 +117,10 @@ def test_a_failed_trial_is_started_again_and_a_sweep_gets_more_values(station: S
     station.wait_for_end("fit")
     assert states(station, "fit") == dict.fromkeys(("fit-001", "fit-002", "fit-003"), "finished")
     assert len(station.record("fit-001")["attempts"]) == 1 and len(station.record("fit-002")["attempts"]) == 2
+    made = [station.record(trial)["command_line"] for trial in ("fit-002", "fit-003")]
+    assert made[1] == f"{made[0]} && train sweep fit --retry-failed --add x=1"
+    refused = station.here("sweep", "fit-001", "--add", "x=7")
+    assert refused.returncode == 2 and "fit-001 is no sweep, and --add is for one" in refused.stderr
     shown = station.ok("ls", "fit").stdout
     assert shown.splitlines()[1].split() == ["1", "1/1", "1.0000", "finished", "fit-003"]
     assert shown.splitlines()[-1] == "the best: fit-003; to look at it: train show fit-003"

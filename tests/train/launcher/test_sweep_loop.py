@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import subprocess
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +15,10 @@ import pytest
 from tests.train.conftest import Station
 from tests.waiting import eventually
 from train.launcher import tmux
+from train.launcher.sweep import launch_of
 from train.run.run_folder import Run
+from train.sweeps.kept import Sweep
+from train.sweeps.space import Space
 
 SMALL = ("--cpu_threads", 1, "--device", "cpu", "--eval.first", "false")
 
@@ -41,6 +45,14 @@ def rows(station: Station, name: str) -> list[dict[str, Any]]:
 
 def ends(station: Station, name: str) -> list[str]:
     return [attempt["end"] for attempt in station.record(name)["attempts"]]
+
+
+def test_a_value_that_names_another_parameter_is_no_place_for_it() -> None:
+    launch = {"launch": "NewScript", "arguments": ["{x}", "--y={y}", "{z}"], "on_restart": None}
+    space = Space({"x": ["{y}"], "y": ["{x}"]}, {}, {})
+    trials = {"one-001": space.cells()[0]}
+    made = Sweep(id="id", launch=launch, space=space, metric="", at_once=1, trials=trials)
+    assert launch_of(made, Path("runs"), "one-001")["arguments"] == ["{y}", "--y={x}", "{z}"]
 
 
 @pytest.mark.never_forgiven

@@ -43,6 +43,8 @@ def test_runs_wait_their_turn_and_keep_their_place(station: Station) -> None:
     listed = station.ok("queue").stdout.splitlines()
     assert [line.split()[:2] for line in listed[1:]] == [["1", "queue-1"], ["2", "queue-2"]]
     assert "queue-long" in station.ok("gpus").stdout
+    refused = station("rm", "queue-1")
+    assert refused.returncode == 2 and "queue-1 is queued; stop it first: train stop queue-1" in refused.stderr
     again = station("resume", "queue-1")
     assert again.returncode == 2 and "waits already; see: train queue" in again.stderr
 
@@ -94,6 +96,8 @@ def test_a_run_waits_for_others_and_stops_with_them(station: Station) -> None:
     assert second["reason"].startswith("stopped, because after-") and second["state"] == "stopped"
     refused = station("launch", "digits", "--name", "after-3", *SHORT, "--after", "after-1")
     assert refused.returncode == 2 and "after-1 was stopped; continue it first: train resume after-1" in refused.stderr
+    refused = station("resume", "after-2", "--queue")
+    assert refused.returncode == 2 and "was stopped; continue it first: train resume after-" in refused.stderr
     station.ok("resume", "after-1", "--follow")
     station.ok("launch", "digits", "--name", "after-3", *SHORT, "--after", "after-1", "--follow")
     assert station.record("after-3")["state"] == "finished"

@@ -72,6 +72,7 @@ def test_repeats_of_a_draw_have_its_values() -> None:
         ({"grid": ["a=1,,2"]}, "with commas"),
         ({"grid": ["a=0.1,1e-1"]}, "1e-1 is there twice"),
         ({"grid": ["a=x,x"]}, "x is there twice"),
+        ({"grid": ["a=[1,2],[1, 2]"]}, "is there twice"),
         ({"grid": ["a=1", "a=2"]}, "given twice"),
         ({"grid": ["a=1"], "repeat": ["a=2"]}, "given twice"),
         ({"grid": ["a=0..0.5"]}, "whole ends"),
