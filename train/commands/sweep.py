@@ -194,6 +194,8 @@ def _check_names(options: Namespace, names: list[str]) -> None:
             if name == "run" or f"{{{name}}}" not in words:
                 way = f"write {{{name}}} after --, as in --lr {{lr}}"
                 raise Refused(f"{name}: no argument of the script takes it; {way}")
+        elif name == "device":
+            raise Refused("device: all trials of a sweep train on the same device; start a sweep for each")
         elif name in options.flags:
             raise Refused(f"--{name} {options.flags[name]}: the sweep sets {name}; leave one of them out")
         elif name not in known and not name.startswith(("task.", "optim.args.")):

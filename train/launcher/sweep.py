@@ -52,7 +52,7 @@ def launch_of(sweep: Sweep, runs: Path, name: str, rung: int = 0) -> dict[str, A
 
 def _filled(word: str, parameters: Parameters) -> str:
     names = "|".join(map(re.escape, parameters))  # in one pass: a value may contain {name} itself
-    return re.sub(rf"\{{({names})\}}", lambda match: parameters[match[1]], word)
+    return re.sub(rf"\{{({names})\}}", lambda match: parameters.get(match[1], match[0]), word)
 
 
 def prepare(sweep: Sweep, runs: Path, *, made: Callable[[dict[str, Any]], Launch]) -> Plan:

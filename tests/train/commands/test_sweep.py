@@ -47,7 +47,7 @@ def states(station: Station, name: str) -> dict[str, str]:
         (("--grid", "optim.lr=1e-3,0.001"), "0.001 is there twice"),
         (("--grid", "optim.lrr=1,2"), "did you mean optim.lr?"),
         (("--grid", "optim.lr=1e-3,-1"), "should be greater than 0"),
-        (("--grid", "device=cpu,tpu"), "did you mean cpu?"),
+        (("--grid", "device=cpu,cuda"), "device: all trials of a sweep train on the same device"),
         (("--grid", "seed=1,2", "--seed", "3"), "the sweep sets seed"),
         (("--grid", "seed=1,2", "--metric", "max:"), "give the name of a metric"),
         (("--grid", "seed=1,2", "--at-once", "0"), "at least 1"),
