@@ -41,7 +41,7 @@ def run(options: Namespace, runs: Path) -> int:
         raise Refused(f"{found.name} runs on a cluster or several machines; archive a fork of it: train fork --help")
     lock = found.acquire()
     if lock is None:
-        raise Refused(f"{found.name} is running; stop it first: train stop {found.name}")
+        raise Refused(f"{found.name} is {found.stands()}; stop it first: train stop {found.name}")
     try:
         with durable.published(target) as partial:
             partial.chmod(0o600)  # it contains files that only their owner may read

@@ -12,7 +12,7 @@ from ..cluster import jobs
 from ..errors import EXIT_FINISHED, Refused
 from ..launcher import tmux
 from ..mirror import state
-from ..run import folders, states
+from ..run import folders
 from ..sweeps.kept import note_removed, own_runs
 from ..sweeps.space import sweep_name
 from .options import add_names, matching
@@ -45,8 +45,7 @@ def run(options: Namespace, runs: Path) -> int:
             lock = run.acquire()
             if lock is None:
                 also = f"; none of these {len(found)} runs was removed" if len(found) > 1 else ""
-                now = states.QUEUED if run.state() == states.QUEUED else states.RUNNING
-                raise Refused(f"{run.name} is {now}; stop it first: train stop {run.name}{also}")
+                raise Refused(f"{run.name} is {run.stands()}; stop it first: train stop {run.name}{also}")
             held.callback(lock.release)
         stays = [line for run in found if (line := jobs.remove_job(run))]
         stays += [f"the mirror of {run.name} stays: {url}" for run in found if (url := state.read(run).url)]

@@ -256,7 +256,7 @@ def remove(run: Run) -> None:
     """
     lock = run.acquire()
     if lock is None:
-        raise Refused(f"{run.name} is running; first: train stop {run.name}")
+        raise Refused(f"{run.name} is {run.stands()}; first: train stop {run.name}")
     try:
         delete_locked(run)
     finally:

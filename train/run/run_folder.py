@@ -268,6 +268,10 @@ class Run:
         """Return the effective state."""
         return self.read_effective()["state"]
 
+    def stands(self) -> str:
+        """Return how a run stands whose lock another process holds: queued, else running."""
+        return states.QUEUED if self.state() == states.QUEUED else states.RUNNING
+
     def ask_stop(self, wanted: str) -> None:
         """Ask a running run to stop, by a file: that also works from outside a container, where process ids differ."""
         durable.write_atomically(self.folder / "stop", f"{wanted}\n", durable=False)

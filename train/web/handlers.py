@@ -35,6 +35,8 @@ _POLICY = (
 """Not `script-src 'self'`: the same server sends every file of a run folder, scripts too."""
 _PATIENCE = 30.0
 """Seconds that a request waits for a command. The command continues after that."""
+_EVERY = 1.0
+"""Seconds for which an answer to the script of a page is used again."""
 _LONGEST = 200
 """Maximum number of characters of a search."""
 _under_way: set[tuple[str, str]] = set()
@@ -148,7 +150,10 @@ class Page(JupyterHandler):
 
     async def send(self, make: Callable[..., Any], *arguments: Any, **named: Any) -> None:
         """Send facts to the script of a page, made in the thread that looks at the runs."""
-        text = await self.tell(lambda: json.dumps(make(*arguments, **named), allow_nan=False))
+        key = ("json", self.texts.language, self.request.uri or "")  # several pages may ask the same
+        text = await self.tell(
+            self.look.kept, key, _EVERY, lambda: json.dumps(make(*arguments, **named), allow_nan=False)
+        )
         self.set_header("Content-Type", "application/json")
         self.set_header("Cache-Control", "no-store")
         self.finish(text)

@@ -147,6 +147,7 @@ class Look:
             name: (now, said)
         }
         self._until = 0.0
+        self._kept.clear()
 
     def said(self, name: str) -> str:
         """Return what the last command of the page has said of a run lately."""

@@ -8,6 +8,8 @@ import signal
 import threading
 from pathlib import Path
 
+import pytest
+
 from tests.train.conftest import Station
 from tests.waiting import eventually
 from train.leases import locks
@@ -163,6 +165,7 @@ def test_a_run_that_gives_way_comes_back_and_ends_with_the_same_bits(station: St
     assert record["weights_sha256"] == station.record("way-calm")["weights_sha256"]
 
 
+@pytest.mark.turns
 def test_a_run_that_has_just_given_way_rests_and_an_older_one_steps_in(station: Station) -> None:
     station.more |= {"TRAIN_SLOTS": "2", "PAUSE": "0.02"}
     (station.folder / "slow.py").write_text(SLOW)

@@ -64,6 +64,7 @@ session.finish()
 """
 
 
+@pytest.mark.turns
 def test_ranks_that_leave_the_loop_apart_fail_at_once(station: Station) -> None:
     (station.folder / "parts.py").write_text(PARTS)
     for way in ("one", "barrier", "all"):
@@ -102,6 +103,7 @@ atexit.register(time.sleep, 600)
 """
 
 
+@pytest.mark.turns
 def test_a_process_ends_soon_after_its_main_thread(station: Station) -> None:
     (station.folder / "lingers.py").write_text(LINGERS)
     done = station("launch", "--script", "lingers.py", "--name", "lingers", "--follow")
