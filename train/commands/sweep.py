@@ -83,14 +83,12 @@ def run(options: Namespace, runs: Path) -> int:
         if _is_change(options):
             raise Refused("--dry-run is for a new sweep; leave it out, or look: train ls NAME")
         sweep, name = _asked(options, runs)
-        trials = sweep.trials
-        if not (runs / name / kept.FILE).exists():
-            check_free(runs, [name, *trials])
-        for trial, parameters in trials.items():
+        _existing(runs, name, sweep)
+        for trial, parameters in sweep.trials.items():
             print(f"{trial}  {' '.join(f'{field}={value}' for field, value in parameters.items())}")
         at_once = f", {options.at_once} at once" if options.at_once else ""
         rungs = f", compared after step {options.rungs}" if options.rungs else ""
-        print(f"{len(trials)} trials{at_once}{rungs}; nothing was started")
+        print(f"{len(sweep.trials)} trials{at_once}{rungs}; nothing was started")
         return EXIT_FINISHED
     runs, name = start(options, runs)
     print(name, flush=True)
@@ -111,16 +109,9 @@ def start(options: Namespace, runs: Path) -> tuple[Path, str]:
         _continue(run, edit, at_once)
         return runs, run.name
     sweep, name = _asked(options, runs)
-    if (runs / name / "run.json").exists():
-        run = folders.find(runs, name)
-        if kept.find(run) is None:
-            raise Refused(f"a run named {name} exists, and it is no sweep; choose another name")
-        if not kept.read(run).wants(sweep):
-            more = "" if kept.read(run).rungs else f", or give it more values: train sweep {name} --add NAME=VALUES"
-            raise Refused(f"{name} is a sweep with another space or other fields; choose another --name{more}")
-        _continue(run, lambda found: found, at_once, options.notify)
+    if (known := _existing(runs, name, sweep)) is not None:
+        _continue(known, lambda found: found, at_once, options.notify)
         return runs, name
-    check_free(runs, [name, *sweep.trials])
     launch = NewSweep(
         runs=str(runs), name=name, sweep=sweep.to_json(), keep_env=options.keep_env or [],
         command_line=str(sweep.launch["command_line"]), lease=False, notify=options.notify,
@@ -128,6 +119,24 @@ def start(options: Namespace, runs: Path) -> tuple[Path, str]:
     warn(launch.start())
     _tell(folders.find(runs, name))
     return runs, name
+
+
+def _existing(runs: Path, name: str, sweep: Sweep) -> Run | None:
+    """Return the run of the sweep, which its command starts again; None: it is new, and its names are free.
+
+    Raises:
+        Refused: another run has one of its names.
+    """
+    if not (runs / name / "run.json").exists():
+        check_free(runs, [name, *sweep.trials])
+        return None
+    run = folders.find(runs, name)
+    if (known := kept.find(run)) is None:
+        raise Refused(f"a run named {name} exists, and it is no sweep; choose another name")
+    if not known.wants(sweep):
+        more = "" if known.rungs else f", or give it more values: train sweep {name} --add NAME=VALUES"
+        raise Refused(f"{name} is a sweep with another space or other fields; choose another --name{more}")
+    return run
 
 
 def _tell(run: Run) -> None:

@@ -36,8 +36,7 @@ def content(place: Place, query: str, page: int, *, since: float = 0.0) -> dict[
     look, t = place.look, place.t
     key = ("home", t.language, place.base, query, str(page))
     data = look.kept(key, _EVERY, lambda: _facts(place, query, page))  # the same for all who look now
-    said = (*key[:3], str(since))
-    news = look.kept(said, _EVERY, lambda: rows.plain(_news(place, since))) if since else []
+    news = rows.plain(_news(place, since)) if since else []
     told = {"since": t("since", t.ago(time.time() - since)) if news else "", "said": look.said("")}
     return {"values": data["values"] | told, "lists": data["lists"] | {"news": news}}
 
@@ -152,7 +151,5 @@ def _deaths(one: RunStatus, since: float) -> int:
 
 def _lost(place: Place, one: RunStatus, since: float) -> str:
     """Return the restarts since then, and what they have cost, as far as none came before."""
-    count, lost = _deaths(one, since), one.seconds_lost
-    if count and count == one.deaths and lost is not None:
-        return place.t.count("restarts", count, place.t.duration(lost))
-    return place.t.count("restarts_only", count) if count else ""
+    count = _deaths(one, since)
+    return rows.restarted(place, count, one.seconds_lost if count == one.deaths else None)

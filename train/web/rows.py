@@ -82,12 +82,16 @@ def head(place: Place, one: RunStatus) -> dict[str, Any]:
     left = one.seconds_left
     cells["left"] = t("left", t.duration(left)) if left is not None else ""
     cells["saved"] = _saved(place, one) if one.is_at_work or one.state == states.INTERRUPTED else ""
-    if one.restarts:  # what the last death costs is known when a resume has found its state
-        lost, count = one.seconds_lost, one.restarts
-        cells["lost"] = (
-            t.count("restarts_only", count) if lost is None else t.count("restarts", count, t.duration(lost))
-        )
+    if one.restarts:
+        cells["lost"] = restarted(place, one.restarts, one.seconds_lost)
     return cells
+
+
+def restarted(place: Place, count: int, lost: float | None) -> str:
+    """Return how often ranks were started again, and the seconds that this cost if they are known; '' for never."""
+    if count and lost is not None:
+        return place.t.count("restarts", count, place.t.duration(lost))
+    return place.t.count("restarts_only", count) if count else ""
 
 
 def _saved(place: Place, one: RunStatus) -> str:

@@ -127,8 +127,9 @@ def test_a_failed_trial_is_started_again_and_a_sweep_gets_more_values(station: S
     assert "2.0000" in station.ok("ls", "fit", "--metric", "last:min:wer").stdout.splitlines()[1]
     again = sweep(station, "fit", "2,3")
     assert again.returncode == 0 and "has finished already" in again.stderr
-    other = sweep(station, "fit", "2,4")
-    assert other.returncode == 2 and "another space" in other.stderr
+    for more in ((), ("--dry-run",)):
+        other = sweep(station, "fit", "2,4", *more)
+        assert other.returncode == 2 and "another space" in other.stderr and not other.stdout
     assert station.ok("ls", "--columns", "name,step", "--csv").stdout.splitlines()[1:] == ["fit,3"]
     other = sweep(station, "rung", "2,4", "--rungs", "1")
     assert other.returncode == 2 and "--rungs is for a task" in other.stderr
