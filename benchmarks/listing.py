@@ -22,17 +22,27 @@ _TRAIN = (sys.executable, "-m", "train")
 def bench(folder: Path, times: int) -> str:
     """Measure with this many listings for each row. Returns a table in Markdown."""
     rows = ["| runs | seconds of a processor, best | median |", "|---|---|---|"]
-    one = folder / "one"
-    flags = ("--name", "run-0", "--steps", "200", "--log.every_steps", "1", "--checkpoint.every_steps", "100")
-    started = [*_TRAIN, "launch", "digits", *flags, "--follow", "--runs", str(one)]
-    subprocess.run(started, check=True, capture_output=True)
+    one = trained(folder)
     for count in COUNTS:
-        runs = folder / f"runs-{count}"
-        for number in range(count):
-            _copy(one / "run-0", runs / f"run-{number}", is_killed=number % 10 == 9)
+        runs = copies(one, folder / f"runs-{count}", count)
         took = sorted(_cpu(runs) for _ in range(times))
         rows.append(f"| {count} | {took[0]:.3f} | {took[len(took) // 2]:.3f} |")
     return "\n".join(rows)
+
+
+def trained(folder: Path) -> Path:
+    """Return the folder of a run that was trained, in a folder of runs of its own."""
+    flags = ("--name", "run-0", "--steps", "200", "--log.every_steps", "1", "--checkpoint.every_steps", "100")
+    started = [*_TRAIN, "launch", "digits", *flags, "--follow", "--runs", str(folder / "one")]
+    subprocess.run(started, check=True, capture_output=True)
+    return folder / "one" / "run-0"
+
+
+def copies(run: Path, runs: Path, count: int) -> Path:
+    """Fill a folder with copies of a run, of which every tenth was killed. Return it."""
+    for number in range(count):
+        _copy(run, runs / f"run-{number}", is_killed=number % 10 == 9)
+    return runs
 
 
 def _copy(run: Path, target: Path, is_killed: bool) -> None:

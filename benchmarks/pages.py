@@ -1,7 +1,7 @@
 """`python -m benchmarks.pages`: what the page of runs costs the processor.
 
 One page of a folder of 1,000 runs, and ten open pages that ask every two seconds: of such a folder, and of a run that
-writes five lines a second. The runs are copies of one that was really trained.
+writes five lines a second. The runs are those of `benchmarks.listing`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import http.cookiejar
 import json
 import os
 import re
-import shutil
 import socket
 import subprocess
 import sys
@@ -24,6 +23,8 @@ from urllib.parse import quote
 
 import psutil
 
+from benchmarks.listing import copies, trained
+
 PAGES, RUNS = 10, 1000
 _TRAIN = (sys.executable, "-m", "train")
 _LINE = '{{"step": {}, "epoch": 1, "loss": 0.5, "lr": 0.1, "samples_per_s": 1.5, "data_wait": 0.1, "step_time": 0.2}}\n'
@@ -32,20 +33,15 @@ _LINE = '{{"step": {}, "epoch": 1, "loss": 0.5, "lr": 0.1, "samples_per_s": 1.5,
 def bench(folder: Path, seconds: int) -> str:
     """Let the pages ask for so many seconds for each row. Returns a table in Markdown."""
     rows = ["| what | of a processor |", "|---|---|"]
-    flags = ("--name", "run-0", "--steps", "200", "--log.every_steps", "1", "--checkpoint.every_steps", "100")
-    started = [*_TRAIN, "launch", "digits", *flags, "--follow", "--runs", str(folder / "one")]
-    subprocess.run(started, check=True, capture_output=True)
-    for number in range(RUNS):
-        left_out = shutil.ignore_patterns("checkpoints", "tensorboard")
-        shutil.copytree(folder / "one" / "run-0", folder / "many" / f"run-{number}", ignore=left_out)
-    with _Server(folder, "many").open() as server:
+    one = trained(folder)
+    with _Server(folder, copies(one, folder / "many", RUNS)).open() as server:
         first = server.used()
         server.get("")
         rows.append(f"| one page of {RUNS} runs | {1000 * (server.used() - first):.0f} ms |")
         rows.append(f"| {PAGES} pages of {RUNS} runs | {server.share(seconds, 'api/home?since=1'):.1%} |")
-    with _Server(folder, "one").open() as server:
-        (folder / "one" / "run-0" / "metrics.jsonl").write_text("".join(map(_LINE.format, range(4000))))
-        share = server.share(seconds, "api/run/run-0?mark=", folder / "one" / "run-0" / "metrics.jsonl")
+    with _Server(folder, one.parent).open() as server:
+        (one / "metrics.jsonl").write_text("".join(map(_LINE.format, range(4000))))
+        share = server.share(seconds, f"api/run/{one.name}?mark=", one / "metrics.jsonl")
         rows.append(f"| {PAGES} pages of a run that trains | {share:.1%} |")
     return "\n".join(rows)
 
@@ -53,8 +49,8 @@ def bench(folder: Path, seconds: int) -> str:
 class _Server:
     """`train web` with the login of a browser."""
 
-    def __init__(self, folder: Path, runs: str) -> None:
-        self.folder, self.runs, self.log = folder, folder / runs, folder / "web.log"
+    def __init__(self, folder: Path, runs: Path) -> None:
+        self.folder, self.runs, self.log = folder, runs, folder / "web.log"
         self.cookies = urllib.request.HTTPCookieProcessor(http.cookiejar.CookieJar())
 
     @contextmanager
